@@ -124,7 +124,7 @@ $(STAMP_NEW): pyproject.toml constraints-new.txt
 	@touch $@
 
 .PHONY: engines
-engines: .engines/.unpacked ## The Python files of serving engines, in .engines (downloads 340 MB)
+engines: .engines/.unpacked ## The Python files of serving engines, in .engines (downloads 380 MB)
 
 .engines/.unpacked: tests/engines.txt scripts/engines.py | $(READY)
 	rm -rf .engines
@@ -135,7 +135,7 @@ engines: .engines/.unpacked ## The Python files of serving engines, in .engines 
 
 .PHONY: test-engines
 test-engines: engines ## Integrations with serving engines against the engines' own classes
-	PYTHONPATH=.engines $(PYTHON) -m pytest -n 2 \
+	PYTHONPATH=$(CURDIR)/.engines $(PYTHON) -m pytest -n 2 \
 		$$(sed -n 's|^\([a-z]*\).*==.*|tests/unit/integrations/test_\1.py|p' tests/engines.txt) $(PYTEST_ARGS)
 
 .recipes/.installed: tests/recipes.txt | $(READY)

@@ -66,7 +66,9 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.fused.norm import layer_norm as layer_norm
     from cudnn_sdpa.fused.norm import rms_norm as rms_norm
     from cudnn_sdpa.fused.norm import rms_norm_fp8 as rms_norm_fp8
+    from cudnn_sdpa.fused.rotary.rope import RopeInFp8 as RopeInFp8
     from cudnn_sdpa.fused.rotary.rope import rope as rope
+    from cudnn_sdpa.fused.rotary.rope import rope_fp8 as rope_fp8
     from cudnn_sdpa.nn import Fp8Attention as Fp8Attention
     from cudnn_sdpa.offline.warmup import WarmupReport as WarmupReport
     from cudnn_sdpa.offline.warmup import compile_plans as compile_plans
@@ -88,6 +90,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.plans.shape_policy import shape_policy as shape_policy
     from cudnn_sdpa.plans.store import PlanStore as PlanStore
     from cudnn_sdpa.plans.store import PlanStoreInfo as PlanStoreInfo
+    from cudnn_sdpa.serving.rope_append import rope_append_paged_kv as rope_append_paged_kv
 
 #: The public names, by the module that has them.
 _NAMES = {
@@ -118,7 +121,7 @@ _NAMES = {
     "fused.conv": "conv1d conv2d conv3d",
     "fused.graph_op": "GraphFunction graph_op",
     "fused.norm": "NormInFp8 layer_norm rms_norm rms_norm_fp8",
-    "fused.rotary.rope": "rope",
+    "fused.rotary.rope": "RopeInFp8 rope rope_fp8",
     "nn": "Fp8Attention",
     "offline.warmup": "WarmupReport compile_plans warmup",
     "planning.record": "record_plans",
@@ -130,6 +133,7 @@ _NAMES = {
     "plans.providers": "providers",
     "plans.shape_policy": "shape_policy",
     "plans.store": "PlanStore PlanStoreInfo",
+    "serving.rope_append": "rope_append_paged_kv",
 }
 _MODULES = {name: f"cudnn_sdpa.{module}" for module, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("distributed", "errors", "integrations", "kernels", "nn")

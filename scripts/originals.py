@@ -16,6 +16,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,8 +90,9 @@ ORIGINALS = {
 def fetch() -> None:
     """The sources of each repository that is not there, at its commit, without its history."""
     for name, original in ORIGINALS.items():
-        if (to := SOURCES / name).is_dir():
+        if (SOURCES / name).is_dir():
             continue
+        shutil.rmtree(to := SOURCES / f"{name}.part", ignore_errors=True)
         to.mkdir(parents=True)
         for step in (
             ["init", "--quiet"],
@@ -99,6 +101,7 @@ def fetch() -> None:
         ):
             subprocess.run(["git", "-C", str(to), *step], check=True)
         (to / STAMP).write_text(original.commit)
+        to.rename(SOURCES / name)
 
 
 def is_fetched(name: str) -> bool:
@@ -144,7 +147,7 @@ def test(names: list[str], device: str, each: int, options: list[str]) -> int:
     codes = []
     for name in names:
         folder = SOURCES / name
-        files = [str(folder / x) for x in ORIGINALS[name].tests if (folder / x).is_file()]
+        files = [str(folder / x) for x in ORIGINALS[name].tests]
         of_pytest = [
             "-m",
             "pytest",

@@ -23,7 +23,8 @@ MARKS = re.compile(r"(<!-- tree -->\n).*?(<!-- end of tree -->)", re.DOTALL)
 
 #: The rooms in the order of their imports, what imports nothing first. Others follow by name.
 ROOMS = [
-    *("graph", "plans", "offline", "engine", "attention", "distributed", "kernels", "fused", "nn", "integrations"),
+    *("graph", "plans", "offline", "engine", "attention", "distributed", "kernels", "fused"),
+    *("serving", "nn", "integrations"),
     *("compat", "planning", "doctor"),
     *("support", "dense", "varlen", "paged", "fp8", "paged_varlen"),
 ]

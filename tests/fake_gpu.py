@@ -196,7 +196,7 @@ def _library(source: Path, header: str, options: Sequence[str]) -> ctypes.CDLL:
 
 @functools.cache
 def _compiled(source: Path) -> ctypes.CDLL:
-    return _library(source, CUDA_FOR_ONE_THREAD, ["-O1"])
+    return _library(source, CUDA_FOR_ONE_THREAD, ["-O1", f"-I{nvrtc.HEADERS}"])
 
 
 @functools.cache

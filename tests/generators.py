@@ -1329,6 +1329,70 @@ class Append(Operation):
 
 
 @operation
+class RopeAppend(Operation):
+    name = "rope_append_paged_kv"
+
+    def session(self, r: random.Random, seed: int, device: str) -> Outcome:
+        generator = torch.Generator().manual_seed(seed)
+        dtype, (heads, kv), dim = half(r, device), r.choice([(2, 1), (5, 5), (6, 2)]), r.choice([8, 24, 64, 128])
+        stored, layout = r.choice([dtype, dtype, *LIMITS]), r.choice(["HND", "NHD"])
+        pages, page, rotary_dim = r.choice([1, 3, 20]), r.choice([1, 3, 16]), r.choice([dim, dim, 2, dim // 4 * 2])
+        dim_v = r.choice([dim, dim, dim, 16])
+        shape = (pages, kv, page) if layout == "HND" else (pages, page, kv)
+        whole = torch.zeros((*shape, dim + dim_v), dtype=stored, device=device)
+
+        def new(*sizes: int, to: torch.dtype = dtype) -> Tensor:
+            return torch.randn(sizes, generator=generator).clamp(-6, 6).to(to).to(device)
+
+        options = {n: new(dim, to=r.choice([dtype, F32])) for n in ("q_weight", "k_weight") if r.random() < 0.5}
+        if len(options) == 2:
+            options["k_weight"] = options["k_weight"].to(options["q_weight"].dtype)
+        settings = {
+            "eps": r.choice([1e-6, 0.01, 1]),
+            "zero_centered": r.random() < 0.4,
+            "interleaved": r.random() < 0.4,
+        }
+        options |= {name: value for name, value in settings.items() if r.random() < 0.7}
+        scales = {}
+        for name in ("k_scale", "v_scale") if stored != dtype else ():
+            if r.random() < 0.7:
+                scales[name] = (torch.rand(r.choice([(1,), (kv,)]), generator=generator) + 0.2).to(device)
+        problems = []
+        for turn in range(4):
+            tokens = r.choice([0, 1, 7, 30]) if r.random() < 0.3 else 11
+            q, k = new(tokens, heads + kv, dim).split([heads, kv], 1)
+            v = new(tokens, kv, dim_v)
+            angles = new(tokens, rotary_dim // 2, to=F32)
+            slots = [r.choice([-1, slot]) for slot in r.sample(range(pages * page), min(tokens, pages * page))]
+            slots += [-5] * (tokens - len(slots))
+            mapping = torch.tensor(slots, dtype=r.choice([torch.int64, torch.int32]), device=device)
+            given = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin(), **options}
+            wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in given.items()}
+            exact_q, exact_k = rope(**wide)
+            wanted = whole.double()
+            of = (("k_scale", exact_k, wanted[..., :dim]), ("v_scale", v.double(), wanted[..., dim:]))
+            for name, rows, to in of:
+                by_token = to.transpose(1, 2) if layout == "HND" else to
+                for token, slot in enumerate(slots):
+                    if slot >= 0:
+                        scale = scales[name].double().view(-1, 1) if name in scales else 1.0
+                        by_token[slot // page, slot % page] = rows[token] / scale
+            parts = whole.split([dim, dim_v], -1)
+            out = cudnn_sdpa.rope_append_paged_kv(
+                **given, v=v, k_pages=parts[0], v_pages=parts[1], slot_mapping=mapping, page_layout=layout, **scales
+            )
+            half_unit = {E4M3: 2**-4, E5M2: 2**-3}.get(stored, 2**-7)
+            for what, found, right, unit in (("queries", out, exact_q, 2**-7), ("pages", whole, wanted, half_unit)):
+                off, rounded = (found.double() - right).abs(), 2**-7 * right.abs().amax(-1, keepdim=True)
+                if not (off <= 1.1 * unit * right.abs() + rounded + 2**-10).all():
+                    problems.append(f"call {turn} of {tokens} tokens gave other {what}")
+            exact_bits = whole[..., dim:] if stored == dtype else None
+            if exact_bits is not None and not torch.equal(exact_bits.double(), wanted[..., dim:]):
+                problems.append(f"call {turn} changed values")
+        return Outcome("wrong" if problems else "right", problems)
+
+
+@operation
 class TableOfCsr(Operation):
     name = "page_table_of_csr"
 
@@ -1669,16 +1733,65 @@ class Fp8Module(Fp8Attention):
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         case = super().draw(r, seed, device)
-        return replace(case, facts=case.facts | {"scaling": True})
+        case = replace(case, facts=case.facts | {"scaling": True})
+        more = later("rotations of nn.Fp8Attention", seed)
+        is_rotated = more.random() < 0.5 and case.tensors["q"].shape[3] % 16 == 0
+        return self.with_rotations(more, case) if is_rotated else case
+
+    def with_rotations(self, r: random.Random, case: Case) -> Case:
+        """The call with as many keys as queries."""
+        (batch, _, tokens, dim), tensors = case.tensors["q"].shape, dict(case.tensors)
+        for name, scale in (("k", 0.6), ("v", 23.0)):
+            _, heads, _, size_of_head = tensors[name].shape
+            tensors[name] = drawn(
+                r, (batch, heads, tokens, size_of_head), case.dtype, unit=16, expands=0.05, scale=scale
+            )
+        facts = case.facts | {"rope": rope_of(r, dim), "qk_norm": r.choice([None, 1e-5, 0.1])}
+        facts |= {"first position": r.choice([None, 0, 7])}
+        if "seq_lens_kv" in facts:
+            facts["seq_lens_kv"] = lengths_of(r, batch, tokens)
+        facts["lasts"] = facts.get("lasts", False) and all(math.prod(x.shape) > 300 for x in tensors.values())
+        return replace(case, tensors=tensors, facts=facts, wanted=())
 
     def before(self, case, tensors, options):
         super().before(case, tensors, options)
-        facts = case.facts
+        facts, device = case.facts, tensors["q"].device
+        if facts.get("module") is None or not facts.get("lasts"):
+            facts["module"] = self.made(facts, options).to(device)
+        if facts.get("first position") is not None:
+            begin, tokens = facts["first position"], tensors["q"].shape[2]
+            positions = torch.arange(begin, begin + tokens, device=device)
+            facts["side"]["rotations"] = facts["module"].rope(positions)
+        return {}
+
+    def made(self, facts: dict[str, Any], options: dict[str, Any]) -> cudnn_sdpa.Fp8Attention:
         made = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
         scaling = facts["made"] if facts["with"] or options["grad_dtype"] else None
-        if facts.get("module") is None or not facts.get("lasts"):
-            facts["module"] = cudnn_sdpa.Fp8Attention(scaling=scaling, **made).to(tensors["q"].device)
-        return {}
+        if "rope" in facts:
+            made |= {"rope": cudnn_sdpa.nn.RotaryEmbedding(**facts["rope"]), "qk_norm": facts["qk_norm"]}
+        module = cudnn_sdpa.Fp8Attention(scaling=scaling, **made)
+        for norm, weight in zip((module.q_norm, module.k_norm), (1.3, 0.7), strict=True):
+            if norm is not None:
+                torch.nn.init.constant_(norm.weight.requires_grad_(False), weight)
+        return module
+
+    def exact(self, case, options, leaves, known):
+        facts = case.facts
+        if "rope" not in facts:
+            return super().exact(case, options, leaves, known)
+        positions = (facts["first position"] or 0) + torch.arange(leaves["q"].shape[2], device=leaves["q"].device)
+        given = {n: x for n, x in facts["rope"].items() if n != "head_dim"}
+        known["leaves"] = dict(leaves)
+        for name, weight in (("q", 1.3), ("k", 0.7)):
+            x = leaves[name].transpose(1, 2)
+            if facts["qk_norm"] is not None:
+                x = weight * x * (x.square().mean(-1, keepdim=True) + facts["qk_norm"]).rsqrt()
+            known["leaves"][name] = rotated(x, positions[None], **given).transpose(1, 2)
+        side = {n: x for n, x in facts["side"].items() if n != "rotations"}
+        return super().exact(replace(case, facts=facts | {"side": side}), options, known["leaves"], known)
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        return super().bounds(case, options, known.get("leaves", leaves), grads, known, precision)
 
     def call(self, tensors, options, facts):
         return {"out": facts["module"](*(tensors[n] for n in "qkv"), **facts["side"])}
@@ -2016,6 +2129,53 @@ class Rope(Operation):
 
     def explained(self, case):
         return cudnn_sdpa.rope, (), {"k": None, **meta(case), **case.options}
+
+
+@operation
+class RopeFp8(Rope):
+    """Results are multiplied by their scales."""
+
+    name = "rope_fp8"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        case = super().draw(r, seed, device)
+        scales = {
+            f"{name}_scale": drawn(r, r.choice([(), (1,)]), F32, scale=0.0, shift=r.choice([0.001, 0.0137, 0.3]))
+            for name in "qk"
+            if name in case.tensors
+        }
+        return replace(case, tensors={**case.tensors, **scales}, wanted=())
+
+    def call(self, tensors, options, facts):
+        found = cudnn_sdpa.rope_fp8(**{"k": None, **tensors, **options})
+        results, dtype = {}, tensors["q"].dtype
+        wide = F64 if dtype == F64 else F32
+        for name in [name for name in "qk" if name in tensors]:
+            out, results[f"amax_{name}"] = getattr(found, name), getattr(found, f"{name}_amax")
+            results[f"out_{name}"] = (out.to(wide) * tensors[f"{name}_scale"].to(wide)).to(dtype)
+        return results
+
+    def exact(self, case, options, leaves, known):
+        known["scales"] = {f"out_{name}": leaves[f"{name}_scale"] for name in "qk" if name in leaves}
+        known["leaves"] = {name: x for name, x in leaves.items() if not name.endswith("_scale")}
+        out = super().exact(case, options, known["leaves"], known)
+        amaxes = {name: x.abs().amax() if x.numel() else x.sum() for name, x in out.items()}
+        found = {
+            name: torch.clamp(x, -448 * known["scales"][name], 448 * known["scales"][name]) for name, x in out.items()
+        }
+        return found | {name.replace("out", "amax"): x.view(1) for name, x in amaxes.items()}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        exact = super().exact(case, options, known["leaves"], {})
+        found = super().bounds(case, options, known["leaves"], grads, known, Precision.of(F32))
+        bounds = {name.replace("out", "amax"): x.amax() if x.numel() else x.sum() for name, x in found.items()}
+        for name, x in found.items():
+            coarse = exact[name].abs() * (2**-4 + 2 * precision.unit) + known["scales"][name] * 2**-10
+            bounds[name] = 1.01 * (coarse + x) + precision.tiny
+        return bounds
+
+    def explained(self, case):
+        return cudnn_sdpa.rope_fp8, (), {"k": None, **meta(case), **case.options}
 
 
 # Convolutions
@@ -3468,11 +3628,11 @@ def pytorch_drops_graphs() -> bool:
 
 
 def refused_while_compiling(case: Case, error: Exception) -> bool:
-    """Whether Dynamo reports an `ArgumentError` that is allowed."""
-    kinds = "|".join(kind.__name__ for kind in ArgumentError.__subclasses__())
+    """Whether Dynamo reports an `ArgumentError` that is allowed, or an `UnsupportedError`."""
+    allowed = [*(ArgumentError.__subclasses__() if case.refusable else []), UnsupportedError]
+    kinds = "|".join(kind.__name__ for kind in allowed)
     is_of_dynamo = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-    found = re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error))
-    return bool(is_of_dynamo and case.refusable and found)
+    return is_of_dynamo and bool(re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error)))
 
 
 #: PyTorch's own error messages for missing double backward.
@@ -3514,7 +3674,9 @@ def run(case: Case, device: str = "cpu") -> Outcome:
         except (ArgumentError, torch._dynamo.exc.TorchDynamoException) as error:
             if not (case.refusable if isinstance(error, ArgumentError) else refused_while_compiling(case, error)):
                 raise
-            return Outcome("declined", [], [f"{type(error).__name__} for {case.refusable}"], "refused")
+            return Outcome(
+                "declined", [], [f"{type(error).__name__} for {case.refusable or 'its gradients'}"], "refused"
+            )
         outcome.launched = repeat(lambda: problems.extend(runs.once("again", wanted)))
         try:
             problems += runs.once(case.third, wanted)

@@ -268,6 +268,7 @@ void* new_function(const char* name, void (*run)(void**), const size_t* sizes, s
 // Kernels. The workspace: how often a kernel has counted, then products.
 
 constexpr int kWords = 64;
+constexpr size_t kApart = 512;
 
 // (workspace): nothing is counted yet.
 void start(void** arguments) { **static_cast<unsigned**>(arguments[0]) = 0; }
@@ -281,11 +282,37 @@ void products(void** arguments) {
   for (int i = 0; i < kWords; ++i) space[i + 4] = (a[i] - 2 * b[i]) * scale;
 }
 
+// (workspace, a, b, scale, shift, counter): the same, with the count elsewhere.
+void products_apart(void** arguments) {
+  products(arguments);
+  **static_cast<unsigned**>(arguments[5]) += 1;
+}
+
+// Likewise; it notes something behind the counter.
+void products_beside(void** arguments) {
+  products_apart(arguments);
+  (*static_cast<unsigned**>(arguments[5]))[1] = 7, (*static_cast<unsigned**>(arguments[5]))[2] = 7;
+}
+
 // (description, workspace): the results, at an address within a structure at a place that is a multiple of 4 only.
 void finish(void** arguments) {
   float* out = nullptr;
   std::memcpy(&out, static_cast<char*>(arguments[0]) + 20, sizeof out);
   const auto* const space = *static_cast<float**>(arguments[1]);
   for (int i = 0; i < kWords; ++i) out[i] = space[i + 4] + *reinterpret_cast<const unsigned*>(space);
+}
+
+// (description, workspace, counter): likewise.
+void finish_apart(void** arguments) {
+  float* out = nullptr;
+  std::memcpy(&out, static_cast<char*>(arguments[0]) + 20, sizeof out);
+  const auto* const space = *static_cast<float**>(arguments[1]);
+  for (int i = 0; i < kWords; ++i) out[i] = space[i + 4] + **static_cast<unsigned**>(arguments[2]);
+}
+
+// Likewise; it also counts where it knows the counter to be in the workspace.
+void finish_elsewhere(void** arguments) {
+  finish_apart(arguments);
+  (*static_cast<unsigned**>(arguments[1]))[kApart / sizeof(unsigned)] += 1;
 }
 }

@@ -1,4 +1,4 @@
-"""The launches of a call without the call: what cuDNN, its frontend and CUDA's driver take of its CPU time."""
+"""The launches of a call without the call: what CUDA's driver takes of its CPU time, and cuDNN where it launches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.tools.timing import Call
 from benchmarks.tools.ways import in_python
+from cudnn_sdpa.engine.recorded.recorder import Recorder
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.kernel_plan import KernelPlan
@@ -69,7 +70,7 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
 
 
 def _noting(plan: Plan, noted: list[Call]) -> Callable[[int, int, int, int, int], None]:
-    """Executes a plan, and notes how, with numbers and a workspace that stay."""
+    """Executes a plan, and notes how it is launched, with numbers and a workspace that stay."""
     execute = plan._execute
     operands = (*plan.key.inputs, *plan.key.outputs)
 
@@ -88,7 +89,35 @@ def _noting(plan: Plan, noted: list[Call]) -> Callable[[int, int, int, int, int]
             execute(words.buffer_info()[0], count, own.data_ptr(), handle, index)
 
         del workspace
-        noted.append(run)
+        native = _recorded(plan)
+        if native is None:
+            noted.append(run)
+        else:
+            zeros = _Zeros(native.zeros if native.takes_zeros else 0, own.device)
+            noted.append(lambda: native.launch(words, own.data_ptr(), 0, zeros.take()) and None)
         run()
 
     return note
+
+
+def _recorded(plan: Plan) -> Any:
+    """A plan's recorded launches; None if cuDNN launches it."""
+    recorder = plan.recorder
+    return recorder.native if isinstance(recorder, Recorder) and recorder.native.is_serving else None
+
+
+class _Zeros:
+    """Memory in which each launch counts in another place, cleared when all of it has been taken."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._at = size, 0
+        self._memory = torch.zeros(1024 * size, dtype=torch.uint8, device=device)
+        self._end = len(self._memory)
+
+    def take(self) -> int:
+        """An address; 0 if none is needed."""
+        if self._at == self._end:
+            self._memory.zero_()
+            self._at = 0
+        self._at += self._size
+        return self._memory.data_ptr() + self._at - self._size if self._size else 0

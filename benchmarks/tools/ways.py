@@ -62,8 +62,12 @@ def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:
     before, end = recorders(), time.monotonic() + RECORDING_SECONDS
     for _ in range(at_least):
         call()
+        for each in recorders():
+            each.native.calls_before = 0
     while any(each.why_not == NOT_YET for each in recorders()) and time.monotonic() < end:
         time.sleep(0.01)
+        for each in recorders():
+            each.native.calls_before = 0
         call()
     return [str(each) for each in recorders() if each not in before]
 

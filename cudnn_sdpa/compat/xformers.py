@@ -584,21 +584,25 @@ def _attention(
     return out.unsqueeze(0)
 
 
+_BIASES: dict[str, type[AttentionBias]] = {
+    name: kind for name in __all__ if isinstance(kind := globals()[name], type) and kind is not AttentionBias
+}
+#: Where they are defined here, and in xFormers: names that `torch.compile` can compare.
+_MODULES = __name__, "xformers.ops.fmha.attn_bias", "mslk.attention.fmha.attn_bias"
 _PACKED = (BlockDiagonalMask, BlockDiagonalPaddedKeysMask, PagedBlockDiagonalPaddedKeysMask)
 
 
 def _class_of(bias: object) -> type[AttentionBias]:
     """The class of this module of a bias, which may be one of xFormers."""
     kind = type(bias)
-    is_known = kind.__module__.partition(".")[0] in ("xformers", "mslk") or kind.__module__ == __name__
-    found = globals().get(kind.__name__) if is_known and kind.__name__ in __all__ else None
-    if found is None or found is AttentionBias:
+    found = _BIASES.get(kind.__name__) if kind.__module__ in _MODULES else None
+    if found is None:
         raise UnsupportedError(
             f"attn_bias of class {kind.__module__}.{kind.__name__}",
             ["its mask has no kernel here"],
             "a tensor (B, H, Mq, Mkv), such as bias.materialize(shape), or a bias of cudnn_sdpa.compat.xformers",
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _window_of(bias: Any) -> tuple[int, int] | None:

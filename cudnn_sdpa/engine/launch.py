@@ -277,6 +277,25 @@ class BoundPlan:
         del tensors  # until now: their memory must not go to the plan's workspace
         return outputs
 
+    def sizes_of_outputs(self) -> list[int]:
+        """Bytes that the plan may write to, from each output's address.
+
+        A packed output has as many rows as the caller's tensor, in which sequences begin anywhere. Its layout in the
+        key is a batch of sequences of the maximum length, which may be less.
+        """
+        inputs, sizes = len(self.plan.key.inputs), []
+        of = {place: (slot - len(self.operands), offset) for place, slot, offset in self.pointers}
+        for place, output in enumerate(self.plan.key.outputs, inputs):
+            x = output.layout
+            size = _bytes_of((x.shape, x.stride, x.dtype))
+            if output.ragged:
+                result, offset = of.get(place, (-1, 0))
+                if not 0 <= result < len(self.results):
+                    raise ValueError(f"{output.name} is packed, and not in memory of its own")
+                size = _bytes_of(self.results[result]) - offset
+            sizes.append(size)
+        return sizes
+
     def _launch_kernels(self, addresses: list[int], numbers: tuple[float, ...] | None) -> None:
         slot = self.plan.take_filled() if self.prologue_scratch else None
         try:

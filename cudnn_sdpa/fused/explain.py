@@ -5,6 +5,7 @@ Graph functions describe their plans; this module adds the kernels around them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,8 +23,8 @@ from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, 
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
 from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_rows, rms_norm_fp8_rows, rms_norm_rows
-from cudnn_sdpa.fused.rotary.rope import operands_of, rope
-from cudnn_sdpa.fused.rotary.rope_graphs import rope_rows
+from cudnn_sdpa.fused.rotary.rope import fp8_operands_of, operands_of, rope, rope_fp8
+from cudnn_sdpa.fused.rotary.rope_graphs import rope_fp8_rows, rope_rows
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
@@ -135,11 +136,16 @@ for _rank, _function in enumerate((conv.conv1d, conv.conv2d, conv.conv3d), start
     describes(_function, convolution.ways)(partial(_convolution, _rank))
 
 
-@describes(rope, rope_rows.ways)
-def _rope(*, interleaved: bool, **given: Any) -> Description:
-    description = rope_rows.describe(*operands_of(**given), interleaved=checked_flag("interleaved", interleaved))
+def _rope(
+    graph: GraphFunction, operands: Callable[..., tuple[Any, ...]], *, interleaved: bool, **given: Any
+) -> Description:
+    description = graph.describe(*operands(**given), interleaved=checked_flag("interleaved", interleaved))
     spread = [name for name in ("q", "k") if given[name] is not None and given[name].stride(-1) != 1]
     return _completed(description, given["q"], [f"{name} is copied with dense features" for name in spread])
+
+
+describes(rope, rope_rows.ways)(partial(_rope, rope_rows, operands_of))
+describes(rope_fp8, rope_fp8_rows.ways)(partial(_rope, rope_fp8_rows, fp8_operands_of))
 
 
 def _copies(**tensors: Tensor | None) -> list[str]:

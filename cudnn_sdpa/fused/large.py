@@ -2,7 +2,7 @@
 
 Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A call's `ShardingStrategy`, by
 which ranks share it, also splits it into parts. These are views of the operands, and each writes its part of results
-that are allocated once; results that are sums are summed in float32.
+that are allocated once; results that are sums are summed in float32, and of amax values the largest is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.launch import BoundPlan, Layout, new_tensor
-from cudnn_sdpa.engine.sharding import ShardingStrategy, Strategies, size_of
+from cudnn_sdpa.engine.sharding import MAX, ShardingStrategy, Strategies, size_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.encoding import Value, joined
 from cudnn_sdpa.graph import known_issues
@@ -140,7 +140,8 @@ class LargeCall:
         launch([x for x in part if isinstance(x, Tensor)], into=into, numbers=numbers)
         for number, (x, result) in enumerate(zip(parts, into, strict=True)):
             if x is None:
-                sums[number] = sums[number] + result if number in sums else result.float()
+                merge = torch.maximum if split.way.result(number) == MAX else torch.add
+                sums[number] = merge(sums[number], result) if number in sums else result.float()
             elif x is not result:
                 x.copy_(result)
 

@@ -41,34 +41,9 @@ struct Norm {
   number silu;            /* whether SiLU follows */
 };
 
-struct Sum {
-  static __device__ __forceinline__ float of(float x, float y) { return x + y; }
-};
-
-/* Of numbers that are not negative; NaN stays. */
-struct Largest {
-  static __device__ __forceinline__ float of(float x, float y) { return y > x || y != y ? y : x; }
-};
-
-/* A sum, or the like, over the threads of a row. No memory of `sums` is used by two calls without a barrier between
- * them. */
-template <class Both>
-__device__ __forceinline__ float over_row(float x, float* sums) {
-#pragma unroll
-  for (int apart = (OF_ROW < 32 ? OF_ROW : 32) / 2; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
-#if OF_ROW > 32
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane == 0) sums[warp] = x;
-  __syncthreads();
-  x = lane < OF_ROW / 32 ? sums[threadIdx.x / OF_ROW * (OF_ROW / 32) + lane] : 0.0f;
-#pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
-#endif
-  return x;
-}
-
+/* The sum over the threads of a row. */
 __device__ __forceinline__ float sum_of_row(float x, float* sums) {
-  return over_row<Sum>(x, sums);
+  return over_threads<Sum, OF_ROW>(x, sums);
 }
 
 /* The unit of a thread that it reads as number i; those beyond the row are not read. */
@@ -133,20 +108,6 @@ __device__ __forceinline__ void result_of(
   }
 }
 
-#if FP8
-/* Writes a unit in E4M3. */
-__device__ __forceinline__ void write_fp8(void* base, number unit, const float (&x)[UNIT], float one_over_scale) {
-  union {
-    Word<UNIT>::type word;
-    unsigned short pair_at[UNIT > 1 ? UNIT / 2 : 1];
-  };
-#pragma unroll
-  for (int j = 0; j < UNIT; j += 2)
-    pair_at[j / 2] = pack_e4m3(x[j] * one_over_scale, j + 1 < UNIT ? x[(j + 1) % UNIT] * one_over_scale : 0.0f);
-  store((Word<UNIT>::type*)base + unit, word);
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
@@ -201,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) most = Largest::of(most, fabsf(x[j]));
   }
-  most = over_row<Largest>(most, sums + (1 + LAYER) * (THREADS / 32));
+  most = over_threads<Largest, OF_ROW>(most, sums + (1 + LAYER) * (THREADS / 32));
   const float least = 7.888609052210118e-31f, of_row = most * (1.0f / 448.0f); /* 2^-100: one over it is finite */
   const float used = FP8 == 2 ? load(a.given) : of_row < least ? least : of_row, one_over = 1.0f / used;
 #endif

@@ -253,6 +253,10 @@ def rms_norm_rows(
     return (out, *(() if residual is None else (total,)), *((scale,) if trains else ()))
 
 
+def in_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+
+
 def _fp8_reference(
     x: Tensor,
     weight: Tensor | None = None,
@@ -265,9 +269,8 @@ def _fp8_reference(
     out = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * _factor(weight, shift, rows)
     amax = out.abs().amax(-1, keepdim=True)
     used = (amax / _LARGEST).clamp_min(2.0**-100) if scale is None else scale
-    quantized = (out / used).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
     total = () if residual is None else (rows.to(x.dtype),)
-    return (quantized, (used if scale is None else amax).float(), *total)
+    return (in_e4m3(out, used), (used if scale is None else amax).float(), *total)
 
 
 def _fp8_outputs(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.own import DTYPES, FOLDER
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -38,9 +38,6 @@ _AT_ONCE = 1024
 
 #: Rows of gradients that one block computes one after another, and the sums over them, without another kernel.
 _FEW_ROWS = 2
-
-#: The first compute capability with conversions to FP8.
-_SM_OF_FP8 = 89
 
 #: Threads and columns of a block that adds up what others have summed.
 _SUMMING, _COLUMNS = 512, 32
@@ -111,9 +108,8 @@ def own_norm(key: PlanKey) -> KernelProgram:
     """Normalized rows, by one kernel."""
     layouts, options = _layouts(key), key.option_values
     x, layer, fp8 = layouts["x"], bool(options["layer"]), int(str(options.get("fp8", 0)))
-    if fp8 and key.target.sm < _SM_OF_FP8:
-        reasons = [f"GPUs before compute capability 8.9 have no FP8, and this one has {key.target.sm / 10}"]
-        raise UnsupportedError("rms_norm_fp8", reasons, "rms_norm")
+    if fp8:
+        own.refuse_without_fp8("rms_norm_fp8", key.target, "rms_norm")
     total = "residual" in layouts
     tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key), total=total)
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32

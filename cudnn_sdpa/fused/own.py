@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -29,6 +30,9 @@ FOLDER = Path(__file__).parent
 
 #: The macros DTYPE and WDTYPE of the kernels.
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+#: The first compute capability with conversions to FP8.
+_SM_OF_FP8 = 89
 
 _WORDS = {OWN: "own kernels", CUDNN: "cuDNN's engines"}
 _NUMBER = TensorLayout.contiguous((1,), torch.float32)
@@ -100,6 +104,12 @@ def choice(
                 return row.kernel, str(row)
             return (CUDNN, f"{_WORDS[CUDNN]}: nothing was measured on this GPU") if has_engine else (OWN, lacked)
     return (OWN, lacked) if may_serve() else (CUDNN, "")
+
+
+def refuse_without_fp8(function: str, target: Target, instead: str) -> None:
+    if target.sm < _SM_OF_FP8:
+        reasons = [f"GPUs before compute capability 8.9 have no FP8, and this one has {target.sm / 10}"]
+        raise UnsupportedError(function, reasons, instead)
 
 
 def key_of(

@@ -24,6 +24,9 @@ from cudnn_sdpa.settings import renewed_in_children
 #: bytes; those of single queries up to half of this.
 SCRATCH_BYTES = 1 << 20
 
+#: Size of the memory behind it, in which kernels of recorded launches count from zero, each in another place.
+ZEROS_BYTES = 1 << 18
+
 #: Size of a slot's prologue memory, which the library's own kernels fill and a plan on the default stream reads.
 FILLED_BYTES = 1 << 18
 
@@ -32,8 +35,8 @@ class Slot:
     """A handle, the stream that it was last bound to, and memory for launches on the default stream.
 
     A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
-    the scratch memory at once. The default stream is never captured and uses no graph's memory pool; on other streams
-    every launch allocates its memory.
+    the scratch memory at once. Behind it lie zeros, which native code clears (`ZEROS_BYTES`). The default stream is
+    never captured and uses no graph's memory pool; on other streams every launch allocates its memory.
 
     Prologue memory must keep its contents until the plan has read it. Between the kernels' launch and the plan's, the
     same thread may begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So a call
@@ -56,7 +59,7 @@ class Slot:
 
     def bind(self, stream: int) -> None:
         if stream == 0 and self._workspace is None:
-            self._workspace = _memory(SCRATCH_BYTES)
+            self._workspace = _memory(SCRATCH_BYTES + ZEROS_BYTES)
             self.scratch = self._workspace.data_ptr()
         while self.bound[0] != stream:
             self.bound[0], self._bindings = -1, self._bindings + 1
@@ -133,6 +136,7 @@ class _Loader(NamedTuple):
 
 _loaders: dict[int, _Loader] = {}
 _streams: dict[int, int] = {}  # kept where no handle can be made: streams are never destroyed
+_shared: set[int] = set()  # devices on which this is one of the streams that PyTorch hands out in turn
 _loading_lock = renewed_in_children(threading.RLock())
 
 
@@ -148,8 +152,11 @@ def loading_handle(device: int) -> Iterator[Handle]:
     with _loading_lock:
         if device not in _loaders:
             with torch.cuda.device(device):
-                if device not in _streams:  # PyTorch hands out one of 32 in turn, where CUDA's runtime is not found
-                    made = backend.new_stream() or torch.cuda.Stream(device).cuda_stream  # type: ignore[no-untyped-call]
+                if device not in _streams:
+                    made = backend.new_stream()
+                    if made is None:  # CUDA's runtime is not found
+                        _shared.add(device)
+                        made = torch.cuda.Stream(device).cuda_stream  # type: ignore[no-untyped-call]
                     _streams[device] = int(made)
                 loader = _Loader(backend.create_handle(), _streams[device])
                 backend.set_stream(loader.handle, loader.stream)
@@ -164,6 +171,12 @@ def loading_handle(device: int) -> Iterator[Handle]:
 
 @contextlib.contextmanager
 def capturing_handle(device: int) -> Iterator[tuple[int, int]]:
-    """The raw loading handle, and its stream, which nobody else captures or enqueues work on meanwhile."""
+    """The raw loading handle, and its stream, which nobody else captures or enqueues work on meanwhile.
+
+    Raises:
+        ExecutionError: The stream is one of PyTorch's: what another thread enqueues on it would never run.
+    """
     with loading_handle(device) as handle:
+        if device in _shared:
+            raise ExecutionError("CUDA's runtime is not found, and no stream can be made that nobody else uses")
         yield backend.raw_handle(handle), _loaders[device].stream

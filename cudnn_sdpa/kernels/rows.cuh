@@ -111,6 +111,43 @@ __device__ __forceinline__ float sigmoid(float x) {
   return divide_fast(1.0f, 1.0f + exp2_fast(-1.4426950408889634f * x));
 }
 
+/* Writes a unit in E4M3. */
+__device__ __forceinline__ void write_fp8(void* base, number unit, const float (&x)[UNIT], float one_over_scale) {
+  union {
+    Word<UNIT>::type word;
+    unsigned short pair_at[UNIT > 1 ? UNIT / 2 : 1];
+  };
+#pragma unroll
+  for (int j = 0; j < UNIT; j += 2)
+    pair_at[j / 2] = pack_e4m3(x[j] * one_over_scale, j + 1 < UNIT ? x[(j + 1) % UNIT] * one_over_scale : 0.0f);
+  store((Word<UNIT>::type*)base + unit, word);
+}
+
+struct Sum {
+  static __device__ __forceinline__ float of(float x, float y) { return x + y; }
+};
+
+/* Of numbers that are not negative; NaN stays. */
+struct Largest {
+  static __device__ __forceinline__ float of(float x, float y) { return y > x || y != y ? y : x; }
+};
+
+/* A sum, or the like, over neighboring threads, of which there is a power of 2; each gets it. Within a warp no shared
+ * memory is used. No memory of `parts` is used by two calls without a barrier between them. */
+template <class Both, int threads>
+__device__ __forceinline__ float over_threads(float x, float* parts) {
+#pragma unroll
+  for (int apart = (threads < 32 ? threads : 32) / 2; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
+  if (threads <= 32) return x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = threads > 32 ? threads / 32 : 1;
+  if (lane == 0) parts[warp] = x;
+  __syncthreads();
+  x = lane < warps ? parts[threadIdx.x / threads * warps + lane] : 0.0f;
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
+  return x;
+}
+
 /* The sum of a column over blocks (blocks, columns), by all threads of a block, which has a thread for each of 32
  * columns and several parts; the first part gets it. Shared memory: a float for each thread. */
 __device__ __forceinline__ float sum_over_blocks(const float* partial, number blocks, number columns, number column) {

@@ -19,8 +19,9 @@ from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
-from cudnn_sdpa.nn.norms import RMSNorm
-from cudnn_sdpa.nn.rotary import Norms, RotaryEmbedding, Rotations, check_positions, rotated
+from cudnn_sdpa.nn.norms import RMSNorm, are_alike
+from cudnn_sdpa.nn.rotary import Norms, RotaryEmbedding, Rotations, check_positions, checked_rotations, rotated
+from cudnn_sdpa.serving.rope_append import rope_append
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -308,10 +309,14 @@ class Attention(nn.Module):
                 )
         else:
             positions = step.positions if position_ids is None else position_ids
-            q, k, v = self._heads(x, None, self._rotations(x, positions, rotations))
-            options["sinks"] = self._sinks(q)
+            rotations = self._rotations(x, positions, rotations)
             cache: Any = step.cache()
-            cache.append(step, k, v, layer)
+            if self.packed and isinstance(step, PagedStep) and rotations is not None:
+                q = self._append_rotated(x, rotations, step, layer)
+            else:
+                q, k, v = self._heads(x, None, rotations)
+                cache.append(step, k, v, layer)
+            options["sinks"] = self._sinks(q)
             masks = {} if attn_mask is None else {"attn_mask": attn_mask}
             out = cache.attend(step, q, layer, **masks, **options)
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
@@ -358,12 +363,25 @@ class Attention(nn.Module):
                 unsharded("q_proj", q, self.num_heads * self.head_dim)
             q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             return q, *(context if isinstance(context, tuple) else self.project_context(context))
+        q, k, v = self._projected(x)
+        q, k = self._rotated(q, k, rotations)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values (B, S, H, D) of self-attention, views of one projection."""
         heads_q, heads_kv = self.num_heads, self.num_kv_heads
         projected = unsharded("qkv_proj", self.qkv_proj(x), (heads_q + 2 * heads_kv) * self.head_dim)
         heads = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
-        q, k, v = torch.split(heads, [heads_q, heads_kv, heads_kv], dim=2)
-        q, k = self._rotated(q, k, rotations)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return torch.split(heads, [heads_q, heads_kv, heads_kv], dim=2)
+
+    def _append_rotated(self, x: Tensor, rotations: Rotations, step: PagedStep, layer: int) -> Tensor:
+        """Queries (B, Hq, S, D), rotated; one kernel writes keys, rotated likewise, and values into their pages."""
+        assert self.rope is not None
+        q, k, v = self._projected(x)
+        q, k, norms = self._normed(q, k)
+        cos, sin = checked_rotations(self.rope, rotations, *x.shape[:2])
+        heads = {name: y.transpose(1, 2) for name, y in (("q", q), ("k", k), ("v", v))}
+        return rope_append(step, layer, cos=cos, sin=sin, interleaved=self.rope.interleaved, **heads, **norms)
 
     def _separate_heads(
         self, x: Tensor, context: Tensor | KeysAndValues | None, rotations: Rotations | None
@@ -384,17 +402,7 @@ class Attention(nn.Module):
 
     def _rotated(self, q: Tensor, k: Tensor, rotations: Rotations | None) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, S, H, D), normalized if there are norms, and rotated if there are rotations."""
-        norms: Norms = {}
-        if self.q_norm is not None and self.k_norm is not None:
-            if not _are_alike(self.q_norm, self.k_norm):
-                q, k = self.q_norm(q), self.k_norm(k)
-            else:
-                norms = {
-                    "q_weight": self._weight_of(self.q_norm, "q_proj", q),
-                    "k_weight": self._weight_of(self.k_norm, "k_proj", k),
-                    "eps": self.q_norm.eps or 0.0,
-                    "zero_centered": self.q_norm.zero_centered,
-                }
+        q, k, norms = self._normed(q, k)
         if self.rope is not None and rotations is not None:
             return rotated(self.rope, q, k, rotations, **norms)
         if norms:
@@ -402,6 +410,23 @@ class Attention(nn.Module):
             q = rms_norm(q, norms["q_weight"], eps, zero_centered=zero_centered)
             k = rms_norm(k, norms["k_weight"], eps, zero_centered=zero_centered)
         return q, k
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Norms]:
+        """Queries and keys, and options of `rope` for norms; normalized already if no kernel of it computes these."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k, {}
+        if not are_alike(self.q_norm, self.k_norm):
+            return self.q_norm(q), self.k_norm(k), {}
+        return (
+            q,
+            k,
+            {
+                "q_weight": self._weight_of(self.q_norm, "q_proj", q),
+                "k_weight": self._weight_of(self.k_norm, "k_proj", k),
+                "eps": self.q_norm.eps or 0.0,
+                "zero_centered": self.q_norm.zero_centered,
+            },
+        )
 
     def _weight_of(self, norm: RMSNorm, projection: str, x: Tensor) -> Tensor:
         assert norm.weight is not None
@@ -470,14 +495,6 @@ def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
         head_dim = embed_dim // num_heads
     check_counts(head_dim=head_dim)
     return num_kv_heads, head_dim
-
-
-def _are_alike(*norms: nn.Module) -> bool:
-    """Whether one kernel computes both norms: not if a caller has replaced, wrapped or hooked one, or unset its eps."""
-    if any(type(norm) is not RMSNorm or norm.weight is None or norm.eps is None for norm in norms):
-        return False
-    options = {(norm.eps, norm.zero_centered) for norm in norms if isinstance(norm, RMSNorm)}
-    return len(options) == 1 and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
 
 
 def _check_rope_and_context(module: Attention, rope: object, qk_norm: object) -> None:

@@ -170,6 +170,14 @@ class LayerNorm(nn.Module):
         return f"{text}, bias={self.bias is not None}"
 
 
+def are_alike(*norms: nn.Module) -> bool:
+    """Whether one kernel computes both norms: not if a caller has replaced, wrapped or hooked one, or unset its eps."""
+    if any(type(norm) is not RMSNorm or norm.weight is None or norm.eps is None for norm in norms):
+        return False
+    options = {(norm.eps, norm.zero_centered) for norm in norms if isinstance(norm, RMSNorm)}
+    return len(options) == 1 and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
+
+
 def _one_dimension(shape: object) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if len(sizes) != 1:

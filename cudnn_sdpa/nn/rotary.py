@@ -159,19 +159,25 @@ def rotated(
     embedding: RotaryEmbedding, q: Tensor, k: Any, rotations: Rotations, **norms: Unpack[Norms]
 ) -> tuple[Tensor, Any]:
     """Rotates queries and keys (B, S, H, D) in one kernel; `norms` are the options of `rope` for weights."""
+    cos, sin = checked_rotations(embedding, rotations, *q.shape[:2])
+    keys: Any = None if k is None else k.transpose(1, 2)
+    of_q, of_k = rope(q.transpose(1, 2), keys, cos, sin, interleaved=embedding.interleaved, **norms)
+    return of_q.transpose(1, 2), None if of_k is None else of_k.transpose(1, 2)
+
+
+def checked_rotations(embedding: RotaryEmbedding, rotations: Any, batch: int, tokens: int) -> Rotations:
+    """Cosines and sines of so many sequences and tokens."""
     is_pair = isinstance(rotations, (tuple, list)) and len(rotations) == 2
     if not is_pair or not all(isinstance(each, Tensor) for each in rotations):
         raise OptionError("rotations", type(rotations).__name__, "cosines and sines, as a RotaryEmbedding returns")
     cos, sin = rotations
     if sin.shape != cos.shape:
         raise ShapeError("rotations", f"sines of {shape_of(sin)}", f"{shape_of(cos)}, the shape of the cosines")
-    sizes = q.shape[1], embedding.rotary_dim // 2
-    if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, q.shape[0])):
-        expected = f"(S, rotary_dim / 2) = {tuple(sizes)}, for each sequence or for all"
+    sizes = tokens, embedding.rotary_dim // 2
+    if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, batch)):
+        expected = f"(S, rotary_dim / 2) = {sizes}, for each sequence or for all"
         raise ShapeError("rotations", shape_of(cos), expected)
-    keys: Any = None if k is None else k.transpose(1, 2)
-    of_q, of_k = rope(q.transpose(1, 2), keys, cos, sin, interleaved=embedding.interleaved, **norms)
-    return of_q.transpose(1, 2), None if of_k is None else of_k.transpose(1, 2)
+    return cos, sin
 
 
 def check_positions(position_ids: object) -> None:

@@ -87,14 +87,14 @@ _SHARED_UNASKED = 48 << 10
 #: The first compute capability with instructions that only GPUs of the same have.
 FIRST_SPECIFIC = 90
 
-#: Headers that any kernel with macros may include, such as primitives.cuh.
+#: Headers that any kernel may include, such as primitives.cuh.
 HEADERS = Path(__file__).parents[1] / "kernels"
 
 
 class Kernel:
     """CUDA source of one kernel, declared `extern "C"`, whose argument is a structure of 64-bit values.
 
-    With macros (`defines`), the file may include the headers (.cuh) of its folder, and those of `HEADERS`. A block uses
+    The file may include the headers (.cuh) of its folder, and those of `HEADERS`; `defines` are macros. A block uses
     `shared` bytes of dynamic shared memory. `architecture_specific` kernels have instructions that no later GPU has,
     such as Hopper's WGMMA.
     """
@@ -133,14 +133,18 @@ class Kernel:
         return device in self._loaded or (store is not None and store.load(self.identity(sm)) is not None)
 
     def identity(self, sm: int) -> _Identity:
-        digest = hashlib.sha256(self.path.read_bytes())
-        if self.defines:  # sources without macros include no headers
+        source = self.path.read_bytes()
+        digest = hashlib.sha256(source)
+        if self._may_include(source):
             for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
                 digest.update(header.read_bytes())
             digest.update(repr(sorted(self.defines.items())).encode())
         if self.architecture_specific:
             digest.update(b"architecture-specific")
         return _Identity(self.name, digest.hexdigest(), sm)
+
+    def _may_include(self, source: bytes) -> bool:
+        return bool(self.defines) or b"#include" in source
 
     def _load(self, device: int) -> LoadedKernel:
         major, minor = torch.cuda.get_device_capability(device)
@@ -191,7 +195,7 @@ class Kernel:
         source, file = self.path.read_bytes(), self.path.name.encode()
         is_specific = self.architecture_specific and sm >= FIRST_SPECIFIC
         flags = [f"--gpu-architecture=sm_{sm}{'a' * is_specific}", *more]
-        if self.defines:
+        if self._may_include(source):
             flags += ["--std=c++17", *(f"--include-path={folder}" for folder in (self.path.parent, HEADERS))]
             flags += [f"--define-macro={name}={value}" for name, value in self.defines.items()]
         options = (ctypes.c_char_p * len(flags))(*map(os.fsencode, flags))

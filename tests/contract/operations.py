@@ -58,6 +58,7 @@ class Example:
         writes: Whether it writes to a tensor of the caller, without a plan of the plan cache.
         is_composed: Whether it is composed of operations around copies of its inputs, which autograd saves in place of
             them; `torch.compile` breaks its graph there.
+        operators: How many operators PyTorch sees where it must see them.
         leading: Name of the first tensor, where none has a gradient.
         precision: Largest error of results in FP8 and of gradients, relative to all of them; None for others.
     """
@@ -77,6 +78,7 @@ class Example:
     is_random: bool = False
     writes: bool = False
     is_composed: bool = False
+    operators: int = 1
 
     @property
     def first(self) -> str:
@@ -467,6 +469,21 @@ def exact_appended(k: Tensor, v: Tensor, slot_mapping: Tensor, *, page_layout: s
     return slots.view(4, 5, 2, 40)
 
 
+def rotated_and_appended(slot_mapping: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """Rotated queries, and new pages, K and V side by side, after `rope_append_paged_kv`."""
+    like = {"dtype": v.dtype, "device": v.device} if isinstance(v, Tensor) else {}
+    pages = torch.zeros(4, 5, 2, 32, **like)
+    halves = dict(zip(("k_pages", "v_pages"), pages.split(16, -1), strict=True))
+    q = cudnn_sdpa.rope_append_paged_kv(v=v, slot_mapping=slot_mapping, **given, **halves)
+    return torch.cat([q.flatten(), pages.flatten()])
+
+
+def exact_rotated_and_appended(slot_mapping: Tensor, v: Tensor, *, page_layout: str, **given: Any) -> Tensor:
+    q, k = rope(**given)
+    pages = exact_appended(k, torch.cat([v, v[..., :8]], -1), slot_mapping, page_layout=page_layout)[..., :32]
+    return torch.cat([q.flatten(), pages.flatten()])
+
+
 def fp8_tensors(queries: int = 16) -> dict[str, Tensor]:
     """Grouped heads; Hopper's gradients in FP8 have head dim 128."""
     shapes = {"q": (2, 4, queries, 128), "k": (2, 2, 13, 128), "v": (2, 2, 13, 128)}
@@ -674,6 +691,23 @@ def rotated_heads(**given: Any) -> Tensor:
 
 def exact_rotated_heads(**given: Any) -> Tensor:
     return torch.cat(rope(**given), 1)
+
+
+def for_rotations_in_fp8() -> dict[str, Tensor]:
+    return {**for_rotations(), "q_scale": torch.tensor([0.01]), "k_scale": torch.tensor([0.02])}
+
+
+def rotated_in_fp8(**given: Any) -> Tensor:
+    """The values of queries and keys in one tensor."""
+    found = cudnn_sdpa.rope_fp8(**given)
+    values = [found.q.float() * given["q_scale"], found.k.float() * given["k_scale"]]
+    return torch.cat(values, 1).to(given["q"].dtype)
+
+
+def exact_rotated_in_fp8(q_scale: Tensor, k_scale: Tensor, **given: Any) -> Tensor:
+    """Values beyond 448 times the scale become that."""
+    pairs = zip(rope(**given), (448 * q_scale, 448 * k_scale), strict=True)
+    return torch.cat([torch.clamp(x, -limit, limit) for x, limit in pairs], 1)
 
 
 def norm_in_fp8(**given: Any) -> Tensor:
@@ -1084,6 +1118,16 @@ OPERATIONS: dict[str, Example] = {
         casts=(),
         is_attention=False,
     ),
+    "rope_fp8": Example(
+        rotated_in_fp8,
+        for_rotations_in_fp8,
+        exact_rotated_in_fp8,
+        differentiable=(),
+        options={"eps": 1e-3, "zero_centered": True},
+        casts=(),
+        is_attention=False,
+        precision=0.05,
+    ),
     "silu_mul, both in one": Example(
         cudnn_sdpa.silu_mul,
         lambda: {"gate": rows(64)},
@@ -1144,6 +1188,17 @@ OPERATIONS: dict[str, Example] = {
         is_attention=False,
         leading="k",
         writes=True,
+    ),
+    "rope_append_paged_kv": Example(
+        rotated_and_appended,
+        lambda: packed_for_rotations() | {"v": torch.randn(7, 2, 16).to(HALF), "slot_mapping": torch.arange(3, 17, 2)},
+        exact_rotated_and_appended,
+        differentiable=(),
+        options={"page_layout": "NHD", "eps": 1e-3},
+        casts=(),
+        is_attention=False,
+        writes=True,
+        operators=2,
     ),
     "a user's graph_op": Example(
         call_of_a_user,

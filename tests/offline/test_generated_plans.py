@@ -23,7 +23,13 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 
 #: Operations that are sequences of calls, what is plain PyTorch, and kernels of the library's own.
 WITHOUT_PLANS = {"PagedKVCache", "merge_states", "nn.KVCache", "nn.FeedForward", "nn.RotaryEmbedding"}
-WITHOUT_PLANS |= {"kernels.attention", "append_paged_kv", "page_table_of_csr", "sdpa_paged_varlen"}
+WITHOUT_PLANS |= {
+    "kernels.attention",
+    "append_paged_kv",
+    "rope_append_paged_kv",
+    "page_table_of_csr",
+    "sdpa_paged_varlen",
+}
 NAMES = [name for name in generators.OPERATIONS if name not in WITHOUT_PLANS]
 #: Operations that `explain` does not support: their calls are recorded.
 RECORDED = {"graph_op", *(name for name in NAMES if name.startswith("nn."))}

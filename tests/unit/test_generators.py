@@ -125,6 +125,7 @@ def test_vectorized_visibility_matches_single_positions(alignment, window_size):
 #: Public names that compute nothing from a caller's tensors.
 NO_OPERATIONS = {
     "NormInFp8",
+    "RopeInFp8",
     *("AutotuneCandidate", "AutotuneEntry", "AutotuneReport", "CacheUse", "Explanation", "PagedStep"),
     *(
         "Fp8BackwardScales",

@@ -28,6 +28,7 @@ LAYERS = [
     ("distributed",),
     ("kernels",),
     ("fused",),
+    ("serving",),
     ("nn",),
     ("integrations",),
     ("compat",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +35,21 @@ from cudnn_sdpa.attention.fp8.quantize import (
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling, check_grad_dtype, limits_of
 from cudnn_sdpa.attention.fp8.scaling_state import (
     AMAX,
+    DESCALE,
     DK,
     DO,
     DP,
     DQ,
     DV,
+    K,
     O,
+    Q,
     S,
     V,
     backward_scales,
     forward_scales,
     new_table,
+    number,
     scale_for,
     set_scales,
 )
@@ -77,6 +81,20 @@ class Call(NamedTuple):
         return limits_of(self.grad_dtype, 0 if self.scaling is None else self.scaling.margin)
 
 
+class Rotation(NamedTuple):
+    """What a layer does to queries and keys before attention; it changes neither shapes nor dtypes.
+
+    Attributes:
+        in_half: Queries and keys, rotated.
+        in_fp8: The same in E4M3 with given descales, and their amax values. For inference.
+        needs_gradient: Whether autograd follows it even if no query and no key requires grad.
+    """
+
+    in_half: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    in_fp8: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+    needs_gradient: bool
+
+
 class Forward(NamedTuple):
     out: Tensor
     q: Tensor
@@ -88,7 +106,14 @@ class Forward(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, *, half_output: bool = False, with_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    *,
+    half_output: bool = False,
+    with_lse: bool = False,
+    rotation: Rotation | None = None,
 ) -> Forward:
     """The forward pass; `half_output` is whether cuDNN writes 16 bits."""
     scaling, (limit, _) = call.scaling, call.limits
@@ -98,14 +123,22 @@ def forward(
         record = scaling.recorder(backward=False)
         given = scaling.scales(backward=False, is_cuda=q.is_cuda)
     table = new_table(q.device)
-    wanted = Wanted((0, 1, 2), DTYPE, limit, scaling is not None and scaling.inputs == "current")
-    q8, k8, v8 = quantize((q, k, v), wanted, table=table, given=given, record=record)
+    is_current, amaxes = scaling is not None and scaling.inputs == "current", {}
+    if rotation is None or given is None or is_current:
+        if rotation is not None:
+            q, k = rotation.in_half(q, k)
+        wanted = Wanted((Q, K, V), DTYPE, limit, is_current)
+        q8, k8, v8 = quantize((q, k, v), wanted, table=table, given=given, record=record)
+    else:
+        (v8,) = quantize((v,), Wanted((V,), DTYPE, limit, False), table=table, given=given, record=record)
+        descales = number(table, DESCALE, Q), number(table, DESCALE, K)
+        q8, k8, amaxes[Q], amaxes[K] = rotation.in_fp8(q, k, *descales)
     scales = forward_scales(table)
     if half_output:  # a scale of 1, or NaN if an input is not finite
-        scales = scales._replace(scale_o=1 + defect_of(table))
+        scales = scales._replace(scale_o=1 + defect_of(table, amaxes))
     out_dtype = q.dtype if half_output else DTYPE
     found = sdpa_fp8(q8, k8, v8, scales, **call.options, out_dtype=out_dtype, return_lse=with_lse)
-    amaxes = {S: found.amax_s, O: found.amax_o}
+    amaxes |= {S: found.amax_s, O: found.amax_o}
     if half_output:
         record_all(amaxes, record)
         out = found.out
@@ -254,10 +287,31 @@ def fp8_attention(
         "seq_lens_q": seq_lens_q,
         "seq_lens_kv": seq_lens_kv,
     }
-    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
-        autograd_checks.refuse_context_parallel("fp8_attention")
     if is_compiling():
         return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)
+    return attend(q, k, v, options, scaling=scaling, grad_dtype=grad_dtype)
+
+
+#: For torch.compile, which cannot trace our kernels and the histories.
+_eager = _disable_dynamo(fp8_attention)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    *,
+    scaling: Fp8Scaling | None,
+    grad_dtype: torch.dtype | None = None,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """`fp8_attention`, of queries and keys that are rotated before."""
+    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
+        autograd_checks.refuse_context_parallel("fp8_attention")
+    if rotation is not None and has_dtensor(q, k):
+        (q, k), rotation = rotation.in_half(q, k), None
+    seq_lens_q, seq_lens_kv = options["seq_lens_q"], options["seq_lens_kv"]
     tensors = {"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv}
     fp8_arguments.check_tensors(tensors)
     if has_dtensor(*tensors.values()):
@@ -270,20 +324,18 @@ def fp8_attention(
         )
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    softmax = softmax_of(is_causal, causal_alignment, window_size, options["scale"])
+    masks = [options[name] for name in ("is_causal", "causal_alignment", "window_size", "scale")]
+    softmax = softmax_of(*masks)
     of = ForwardArguments(q, k, v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, softmax=softmax)
     check(of)
     call = Call(options, scaling, check_scaling(scaling, grad_dtype, q), softmax.deterministic)
-    trains = needs_gradient(q, k, v)
+    trains = needs_gradient(q, k, v) or (rotation is not None and rotation.needs_gradient)
     half_output = check_support(of, trains=trains)
     if trains:
+        q, k = (q, k) if rotation is None else rotation.in_half(q, k)
         return Attention.apply(q, k, v, call)  # type: ignore[no-any-return]
     with torch.no_grad(), without_autocast(q):
-        return forward(q, k, v, call, half_output=half_output).out
-
-
-#: For torch.compile, which cannot trace our kernels and the histories.
-_eager = _disable_dynamo(fp8_attention)
+        return forward(q, k, v, call, half_output=half_output, rotation=rotation).out
 
 
 def check(of: ForwardArguments) -> None:

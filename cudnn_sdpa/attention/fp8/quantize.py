@@ -114,16 +114,16 @@ def dequantize(
         )
         return kernel(tensors, table, amaxes, record)
     record_all(amaxes, record)
-    defect = sum((0 * amax for amax in amaxes.values()), defect_of(table))
+    defect = defect_of(table, amaxes)
     made = [new_like(tensor, dtype) for tensor in tensors]
     for row, tensor, to in zip(rows, tensors, made, strict=True):
         to.copy_(tensor.float() * (number(table, DESCALE, row) + defect))
     return made
 
 
-def defect_of(table: Tensor) -> Tensor:
-    """0, or NaN if an input of a call was not finite, which saturation hides; (1,)."""
-    return (0 * table[AMAX, :, 0]).sum().view(1)
+def defect_of(table: Tensor, amaxes: dict[int, Tensor]) -> Tensor:
+    """0, or NaN if an amax of the table or of these is not finite, which saturation hides; (1,)."""
+    return sum((0 * amax for amax in amaxes.values()), (0 * table[AMAX, :, 0]).sum().view(1))
 
 
 def record_all(amaxes: dict[int, Tensor], record: Tensor | None) -> None:

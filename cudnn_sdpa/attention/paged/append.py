@@ -146,7 +146,7 @@ def write_tokens(*given: Any) -> None:
     """Writes new keys and values to their slots, given the fields of an `AppendCall`, which nothing has checked."""
     may_be_known = not (is_compiling() or value_checks.enabled)
     if may_be_known and _calls.find is not None and _calls.find(*given) is not MISSED:
-        _count_write(given[2], given[3])
+        count_write(given[2], given[3])
         return
     call = AppendCall._make(given)  # in compiled code, PyTorch 2.9 knows the properties of what this gives alone
     known = _find(call) if may_be_known else None
@@ -179,12 +179,24 @@ def _tensors_of(call: AppendCall) -> Sequence[Tensor | None]:
     return found  # type: ignore[no-any-return]
 
 
-def _count_write(k_pages: Tensor, v_pages: Tensor) -> None:
+def count_write(k_pages: Tensor, v_pages: Tensor) -> None:
     """Tells autograd that the pages have changed."""
     increment_version([x for x in (k_pages, v_pages) if not x.is_inference()])
 
 
 def _append_checked(call: AppendCall) -> None:
+    call = checked(call)
+    tensors = call.tensors.values()
+    if is_compiling() or not can_bypass_dispatcher(*tensors, may_cast=False):
+        torch.ops.cudnn_sdpa.append_paged_kv(*call)
+    elif call.k.is_cuda:
+        _append_on_gpu(call)
+    elif call.k.is_cpu:
+        _append_on_cpu(call)
+
+
+def checked(call: AppendCall) -> AppendCall:
+    """The call with tensors that are no negated views, checked."""
     check_page_layout(call.page_layout)
     required = 5 if call.tokens is None else 4
     check_are_tensors(dict(zip(call._fields[:_TENSORS], call[:_TENSORS], strict=True)), call._fields[required:_TENSORS])
@@ -201,12 +213,7 @@ def _append_checked(call: AppendCall) -> None:
                 raise LayoutError(name, "a negated view", "memory that can be written", f"Use {name}.resolve_neg().")
         call = resolved(call)
     check(call)
-    if is_compiling() or not can_bypass_dispatcher(*tensors, may_cast=False):
-        torch.ops.cudnn_sdpa.append_paged_kv(*call)
-    elif call.k.is_cuda:
-        _append_on_gpu(call)
-    elif call.k.is_cpu:
-        _append_on_cpu(call)
+    return call
 
 
 class _Launch:
@@ -220,7 +227,7 @@ class _Launch:
 
     def __call__(self, call: AppendCall) -> None:
         self.bound(self.tensors_of(call))
-        _count_write(call.k_pages, call.v_pages)
+        count_write(call.k_pages, call.v_pages)
 
 
 class _Known(NamedTuple):
@@ -364,7 +371,7 @@ def _on_cpu(*given: Any) -> None:
     call = AppendCall(*given)
     check(call)
     _append_on_cpu(call)
-    _count_write(call.k_pages, call.v_pages)
+    count_write(call.k_pages, call.v_pages)
 
 
 def _on_fake_tensors(*given: Any) -> None:

@@ -245,14 +245,17 @@ class PagedKVCache:
                 copied for a fork that would miss them.
             UnsupportedError: They require grad.
         """
+        write_tokens(k, v, *self._places_of(step, layer))
+        step.written.add(layer)
+
+    def _places_of(self, step: PagedStep, layer: int) -> tuple[Tensor | str | int | None, ...]:
+        """Where the tokens of a step go: the fields of an `AppendCall` after the tokens themselves."""
         self._current(step)
         if not is_compiling() and step.generation != self._pool.generation:
             step.refuse_shared()
-        k_pages, v_pages = self.k_pages(layer), self.v_pages(layer)
         tables = step.page_table, step.seq_lens_kv, step.seq_lens_q
         options = self.k_scale, self.v_scale, self.page_layout, step.tokens
-        write_tokens(k, v, k_pages, v_pages, None, *tables, *options)
-        step.written.add(layer)
+        return self.k_pages(layer), self.v_pages(layer), None, *tables, *options
 
     @overload
     def attend(

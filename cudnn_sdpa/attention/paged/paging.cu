@@ -2,8 +2,7 @@
  *
  * Blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
-
-typedef long long number;
+#include "slots.cuh"
 
 __device__ number within(number value, number least, number most) {
   return value < least ? least : value > most ? most : value;
@@ -200,7 +199,7 @@ struct Move {
 };
 
 struct Append {
-  const char* slots;     /* (tokens,), or null: the slots follow from lengths and tables */
+  const char* slot_mapping; /* (tokens,), or null: the slots follow from lengths and tables */
   number slot_bytes;     /* of a slot's number: 4 or 8 */
   const int* lengths_kv; /* (batch,), the new tokens included */
   const int* lengths_q;  /* (batch,): how many tokens are new */
@@ -260,21 +259,6 @@ __device__ unsigned to_fp8(float value, unsigned exponent) {
   return sign | x.bits >> dropped;
 }
 
-__device__ number quotient(number a, number b) {
-  return (a | b) >> 32 ? a / b : (number)((unsigned)a / (unsigned)b);
-}
-
-/* Where a token goes; negative: nowhere. */
-__device__ number slot_of(const Append& a, number b, number token) {
-  if (a.slots) return a.slot_bytes == 8 ? ((const number*)a.slots)[token] : (number)((const int*)a.slots)[token];
-  number added = a.lengths_q[b], position = a.lengths_kv[b] - added + token;
-  if (token >= added || position < 0) return -1;
-  number column = quotient(position, a.page_size);
-  if (column >= a.columns) return -1;
-  number page = a.table[b * a.table_row + column];
-  return page < 0 ? -1 : page * a.page_size + position - column * a.page_size;
-}
-
 /* Some elements of a head: 16 bytes if they are wide, otherwise one. */
 __device__ void append_part(const Append& a, const Move& move, const char* from, char* to, unsigned head, int is_wide) {
   if (a.fp8) {
@@ -312,7 +296,7 @@ extern "C" __global__ void append_tokens(const Append a) {
   for (number first = blockIdx.x * a.at_once; first < all; first += gridDim.x * a.at_once) {
     unsigned of_token = units[0] + units[1], count = (unsigned)within(all - first, 0, a.at_once) * of_token;
     for (unsigned unit = threadIdx.x; unit < count; unit += blockDim.x) {
-      number i = first + unit / of_token, b = a.slots ? 0 : quotient(i, a.tokens), token = i - b * a.tokens;
+      number i = first + unit / of_token, b = a.slot_mapping ? 0 : quotient(i, a.tokens), token = i - b * a.tokens;
       number slot = slot_of(a, b, token);
       if (slot < 0) continue;
       number page = quotient(slot, a.page_size);

@@ -194,7 +194,7 @@ _APPENDED = {
     "v": "of.1.from",
     "k_pages": "of.0.to",
     "v_pages": "of.1.to",
-    "slot_mapping": "slots",
+    "slot_mapping": "slot_mapping",
     "page_table": "table",
     "seq_lens_kv": "lengths_kv",
     "seq_lens_q": "lengths_q",

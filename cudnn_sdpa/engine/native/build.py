@@ -244,6 +244,8 @@ def check() -> list[str]:
     """Checks what compiling needs, and returns the compiler's command."""
     if sys.platform != "linux":
         raise CompileError(f"it is for Linux only, not for {sys.platform}", is_expected=True)
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # even where the import of some module has enabled the GIL
+        raise CompileError("this is a free-threaded Python, and the GIL guards what it does", is_expected=True)
     command = find_compiler()
     if command is None:
         why = "none of $CXX, c++, g++ and clang++ is on the PATH; install one (on Debian: apt-get install g++)"

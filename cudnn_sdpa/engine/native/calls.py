@@ -263,7 +263,7 @@ def recipe_of(bound: BoundPlan, module: ModuleType) -> object:
     """The native form of a bound plan, which keeps it; None if the module cannot launch it."""
     if bound.recipe is ...:
         try:
-            bound.recipe = module.Recipe(_data_of(bound) | _recorded(bound.plan, module))
+            bound.recipe = module.Recipe(_data_of(bound) | _recorded(bound, module))
         except ValueError as error:  # more operands, or a kernel with more fields, than it has room for
             _log.debug("%s is launched in Python: %s", bound.plan.key.name, error)
             bound.recipe = None
@@ -319,14 +319,16 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
     return data
 
 
-def _recorded(plan: Plan, module: ModuleType) -> dict[str, object]:
+def _recorded(bound: BoundPlan, module: ModuleType) -> dict[str, object]:
     """What records the launches of a plan of cuDNN's, where that is asked for."""
+    plan = bound.plan
     if type(plan) is not Plan or loader.recorded_mode() == loader.OFF:
         return {}
     from cudnn_sdpa.engine.recorded.recorder import recorder_of  # which other processes need not import
 
     recorder = recorder_of(plan, module)
-    return {"recorded": recorder.native, "watch": recorder.watch}
+    watch = partial(recorder.watch, sizes=bound.sizes_of_outputs())
+    return {"recorded": recorder.native, "watch": watch, "zeros": handles.ZEROS_BYTES}
 
 
 def _as_lists(layout: Layout) -> tuple[list[int], list[int], torch.dtype]:

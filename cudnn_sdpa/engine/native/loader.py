@@ -73,7 +73,7 @@ def mode() -> str:
 
 def recorded_mode() -> str:
     """The mode of recorded launches that the environment names: "off", "on" or "verify"."""
-    return _of_environment(RECORDED_VARIABLE, RECORDED_MODES, OFF)
+    return _of_environment(RECORDED_VARIABLE, RECORDED_MODES, ON)
 
 
 def _of_environment(variable: str, modes: tuple[str, ...], default: str) -> str:

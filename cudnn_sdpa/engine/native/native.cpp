@@ -97,7 +97,7 @@ Plan plan_of(const py::dict& given) {
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
   if (given.contains("recorded")) {
     plan.recorded = py::cast<std::shared_ptr<Recorded>>(given["recorded"]);
-    plan.watch = given["watch"];
+    plan.watch = given["watch"], plan.zeros = py::cast<uint64_t>(given["zeros"]);
   }
   return plan;
 }
@@ -194,15 +194,23 @@ PYBIND11_MODULE(_native, module) {
       .def(py::init())
       .def_readwrite("is_watched", &Recorded::is_watched)
       .def_readwrite("is_serving", &Recorded::is_serving)
+      .def_readwrite("calls_before", &Recorded::calls_before)
+      .def_readonly("error", &Recorded::error)
       .def_property_readonly("names", &Recorded::names)
+      .def_readwrite("takes_zeros", &Recorded::takes_zeros)
+      .def_property_readonly("zeros", &Recorded::zeros)
+      .def_property_readonly("counters", &Recorded::counters)
       .def("take_context", &Recorded::take_context)
       .def(
           "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("handle"), py::arg("execute"),
-          py::arg("sets"), py::arg("moving"), py::arg("scalars"))
+          py::arg("sets"), py::arg("moving"), py::arg("scalars"), py::arg("workspace"))
       .def("serves", [](const Recorded& self, const std::vector<uint64_t>& pointers) {
         return self.serves(operands_of(self, pointers));
       })
-      .def("launch", [](Recorded& self, const std::vector<uint64_t>& pointers, uint64_t workspace, uint64_t stream) {
-        return self.launch(operands_of(self, pointers), workspace, stream);
-      });
+      .def(
+          "launch",
+          [](Recorded& self, const std::vector<uint64_t>& pointers, uint64_t workspace, uint64_t stream, uint64_t zeros) {
+            return self.launch(operands_of(self, pointers), workspace, stream, zeros);
+          },
+          py::arg("pointers"), py::arg("workspace"), py::arg("stream"), py::arg("zeros") = 0);
 }

@@ -78,6 +78,7 @@ struct OwnSlot {
   PyObject* taken = nullptr;    // one byte: whether a call under way has taken the memory that kernels fill
   PyObject* scratch = nullptr;  // address of the scratch memory
   uint64_t filled = 0;          // address of the memory that kernels fill
+  uint64_t zeros = 0, end = 0;  // memory behind the scratch memory that is cleared, and that no launch has counted in
 };
 inline thread_local OwnSlot own_slot;
 
@@ -250,6 +251,7 @@ struct Plan {
   py::object device, count, no_overrides;
   py::object of_bound, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
+  uint64_t zeros = 0;  // bytes behind the scratch memory
   Layout workspace;
   std::shared_ptr<Recorded> recorded;  // null where launches are not to be recorded
   py::object watch;                    // launches the plan in Python, and brings the recording forward
@@ -272,8 +274,11 @@ struct Plan {
       return;
     }
     if (recorded != nullptr && recorded->is_watched) {
-      watch(python, list_of(pointers, number));
-      return;
+      if (!recorded->calls_before) {
+        watch(python, list_of(pointers, number));
+        return;
+      }
+      --recorded->calls_before;
     }
     // Held here: what Python frees may launch something on another device.
     const auto& own = slot();
@@ -284,8 +289,9 @@ struct Plan {
     const bool is_scratch = current.is_default() && workspace.sizes[0] <= scratch;
     at::Tensor memory;  // of the workspace, until the launch
     if (!is_scratch && workspace.sizes[0]) memory = empty(workspace, on, allocate);
-    if (is_recorded && !(is_scratch && workspace.sizes[0])) {  // the handle need not be bound
-      launch_recorded(pointers, memory.defined() ? address_of(memory) : 0, current);
+    const bool takes_zeros = is_recorded && recorded->takes_zeros && current.is_default();
+    if (is_recorded && !takes_zeros && !(is_scratch && workspace.sizes[0])) {  // the handle need not be bound
+      launch_recorded(pointers, number, memory.defined() ? address_of(memory) : 0, current);
       return;
     }
     // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
@@ -295,7 +301,8 @@ struct Plan {
     }
     const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
     if (is_recorded) {
-      launch_recorded(pointers, py::cast<uint64_t>(address), current);
+      const uint64_t zeros = takes_zeros ? take_zeros(of_thread) : 0;
+      launch_recorded(pointers, number, py::cast<uint64_t>(address), current, zeros);
       return;
     }
     const py::int_ array(reinterpret_cast<uint64_t>(pointers));
@@ -324,11 +331,29 @@ struct Plan {
   }
 
  private:
-  void launch_recorded(const uint64_t* pointers, uint64_t memory, const Stream& current) const {
-    if (const auto error = recorded->launch(pointers, memory, current.raw)) {
-      PyErr_Format(PyExc_RuntimeError, "CUDA reports error %d for a recorded launch", error);
-      raise_refused();
+  // After an error cuDNN launches the plan, now and always. It may know why: another plan has changed an attribute of
+  // the same function, which `execute` sets again. What has been launched of this call is launched again.
+  void launch_recorded(
+      const uint64_t* pointers, size_t number, uint64_t memory, const Stream& current, uint64_t zeros = 0) const {
+    recorded->error = recorded->launch(pointers, memory, current.raw, zeros);
+    if (!recorded->error) return;
+    recorded->is_serving = false, recorded->is_watched = true;
+    watch(python, list_of(pointers, number));
+  }
+
+  // Zeros for the counters of a recorded launch on the default stream; 0 if it clears its own. One memset clears those of
+  // many launches: each saves the host a launch, and the GPU a microsecond or two. No launch counts where another has.
+  uint64_t take_zeros(const py::object& of_thread) const {
+    const uint64_t size = recorded->zeros();
+    auto& own = own_slot;
+    if (own.slot != of_thread.ptr()) return 0;
+    if (own.end - own.zeros < size) {
+      const auto begin = py::cast<uint64_t>(scratch_of(of_thread)) + scratch;
+      if (zeros < size || cuda.cuMemsetD8Async(begin, 0, zeros, nullptr)) return 0;
+      own.zeros = begin, own.end = begin + zeros;
     }
+    own.zeros += size;
+    return own.zeros - size;
   }
 
   // Raises what Python's way raises for the error that is set.

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -38,6 +39,7 @@ class LaunchNode {
     size_t slot;
     int64_t offset;
     size_t argument, place;
+    std::optional<uint64_t> of_zeros = {};  // where it is in a launch's zeros, if a memset clears that memory
   };
 
   std::string name, look;  // `look` is all but the arguments
@@ -69,10 +71,15 @@ class LaunchNode {
     return !memset_;
   }
 
+  // The bytes that a memset clears; none if it sets them to other values.
+  size_t cleared() const {
+    return memset_ && !memset_->value ? memset_->width * memset_->element_size : 0;
+  }
+
   template <class AddressOf>
   void put(const AddressOf& address_of) {
     for (const auto& patch : patches) {
-      const uint64_t word = address_of(patch.slot) + patch.offset;
+      const uint64_t word = address_of(patch);
       std::memcpy(arguments[patch.argument].data() + patch.place, &word, sizeof word);
     }
   }
@@ -192,10 +199,13 @@ struct Sequence {
   std::vector<bool> overlaps;
 };
 
+constexpr size_t most_nodes = 128;  // of a graph: the GIL is held while they are looked at
+
 // The nodes of a graph in the order in which one stream got them.
 inline Sequence read_graph(void* graph) {
   size_t count = 0;
   check(cuda.cuGraphGetNodes(graph, nullptr, &count), "a graph's nodes");
+  if (count > most_nodes) throw refusal("it launches too much: " + std::to_string(count) + " nodes");
   std::vector<void*> handles(count);
   check(cuda.cuGraphGetNodes(graph, handles.data(), &count), "a graph's nodes");
   size_t edges = count * count;  // room for all: a query without room for their data may be refused
@@ -237,6 +247,9 @@ class Recorded {
  public:
   bool is_watched = true;   // Python launches the plan, and looks at what happens
   bool is_serving = false;  // the plan is launched as recorded
+  uint64_t calls_before = 0;  // launches until Python looks
+  bool takes_zeros = false;  // it has been proved with zeros, too
+  driver::Result error = 0;  // of such a launch, which has been its last
 
   using Words = std::vector<uint64_t>;
   using Moving = std::vector<std::pair<size_t, uint64_t>>;  // a slot, and what its address is a multiple of
@@ -249,12 +262,12 @@ class Recorded {
   // Captures launches of a plan, two in a row, and finds what they have in common.
   //
   // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
-  // workspace. Slots that `moving` names move in them; `scalars` are operands in host memory. `handle` is bound to
+  // workspace, which has `workspace` bytes. Slots that `moving` names move in them; `scalars` are operands in host memory. `handle` is bound to
   // `stream`. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
   // streams is captured.
   void record(
       uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets, Moving moving,
-      const std::vector<size_t>& scalars) {
+      const std::vector<size_t>& scalars, uint64_t workspace) {
     if (sets.size() < 6 || sets.size() % 2) throw std::invalid_argument("too few launches");
     if (!has_context()) throw refusal("another CUDA context is current");
     std::vector<Sequence> launches;
@@ -282,7 +295,7 @@ class Recorded {
     }
     for (size_t last = sets.size() - 2; last < sets.size(); ++last) {
       for (size_t node = 0; node < nodes.size(); ++node) {
-        nodes[node].put([&](size_t slot) { return sets[last][slot]; });
+        nodes[node].put([&](const LaunchNode::Patch& patch) { return sets[last][patch.slot] + patch.offset; });
         if (nodes[node].arguments != launches[last].nodes[node].arguments) {
           throw refusal("another capture is not as predicted: " + nodes[node].name);
         }
@@ -292,6 +305,7 @@ class Recorded {
     nodes_ = std::move(nodes), moving_ = std::move(moving);
     for (auto& node : nodes_) node.point();
     count_ = sets[0].size() - 1;
+    find_counters(workspace);
     scalars_.clear();
     for (const size_t place : scalars) scalars_.emplace_back(place, bits_at(sets[0][place]));
   }
@@ -308,9 +322,14 @@ class Recorded {
     return has_context();
   }
 
-  driver::Result launch(const uint64_t* pointers, uint64_t workspace, uint64_t stream) {
+  // With `zeros`, as many bytes as `zeros()` says, all zeros: kernels count there, and no memset is launched.
+  driver::Result launch(const uint64_t* pointers, uint64_t workspace, uint64_t stream, uint64_t zeros = 0) {
     for (auto& node : nodes_) {
-      node.put([&](size_t slot) { return slot < count_ ? pointers[slot] : workspace; });
+      if (zeros && !node.is_kernel()) continue;
+      node.put([&](const LaunchNode::Patch& patch) {
+        if (zeros && patch.of_zeros) return zeros + *patch.of_zeros;
+        return (patch.slot < count_ ? pointers[patch.slot] : workspace) + patch.offset;
+      });
       if (const auto error = node.launch(reinterpret_cast<void*>(stream))) return error;
     }
     return 0;
@@ -318,6 +337,16 @@ class Recorded {
 
   size_t operands() const {
     return count_;
+  }
+
+  // Bytes of zeros that a launch may be given; 0 if it clears memory itself.
+  uint64_t zeros() const {
+    return zeros_;
+  }
+
+  // What counts there: where it is in the workspace of other launches, its bytes, and where it is in the zeros.
+  const std::vector<std::array<uint64_t, 3>>& counters() const {
+    return counters_;
   }
 
   std::vector<std::string> names() const {
@@ -331,7 +360,42 @@ class Recorded {
   Moving moving_;  // operands in the GPU's memory
   std::vector<std::pair<size_t, uint32_t>> scalars_;  // operands in host memory, and the values in the arguments
   size_t count_ = 0;
+  std::vector<std::array<uint64_t, 3>> counters_;
+  uint64_t zeros_ = 0;
   void* context_ = nullptr;
+
+  // Finds the counters that memsets clear: a few words of the workspace, whose addresses kernels get as they are. What is
+  // behind one, up to the next address that a kernel gets, may be its, too.
+  void find_counters(uint64_t workspace) {
+    counters_.clear(), zeros_ = 0;
+    for (size_t at = 0; at < nodes_.size(); ++at) {
+      if (nodes_[at].is_kernel()) continue;
+      const auto& address = nodes_[at].patches;
+      const uint64_t size = nodes_[at].cleared();
+      bool is_counter = size && address.size() == 1 && address[0].slot == count_, is_used = false;
+      uint64_t space = is_counter ? workspace - address[0].offset : 0;
+      for (size_t other = 0; is_counter && other < nodes_.size(); ++other) {
+        for (auto& patch : nodes_[other].patches) {
+          const int64_t on = patch.offset - address[0].offset;
+          if (other == at || patch.slot != count_ || on < 0) continue;
+          if (on >= static_cast<int64_t>(size)) {
+            space = std::min(space, static_cast<uint64_t>(on));
+            continue;
+          }
+          is_counter = nodes_[other].is_kernel() && other > at;  // else it would have to be cleared again
+          patch.of_zeros = zeros_ + on, is_used = true;
+        }
+      }
+      if (!is_counter || !is_used || space > most_space) {
+        counters_.clear(), zeros_ = 0;
+        return;
+      }
+      counters_.push_back({static_cast<uint64_t>(address[0].offset), size, zeros_});
+      zeros_ += (space + alignment - 1) / alignment * alignment;
+    }
+  }
+
+  static constexpr uint64_t most_space = 512, alignment = 256;  // bytes of a counter, and of where workspaces begin
 
   // Makes the context current that a new thread lacks.
   bool has_context() const {
@@ -341,6 +405,7 @@ class Recorded {
   }
 
   static constexpr int64_t most_offset = int64_t{1} << 40;
+  static constexpr uint32_t least_half = 1 << 12;
 
   static uint32_t bits_at(uint64_t address) {
     uint32_t bits = 0;
@@ -432,6 +497,16 @@ class Recorded {
       throw refusal(
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
+    }
+    // Upper halves that are the same in all launches look like numbers. Small ones may be numbers.
+    for (size_t place = 0; place + 4 <= size; place += 4) {
+      uint32_t half = 0;
+      std::memcpy(&half, node.arguments[argument].data() + place, sizeof half);
+      if (kinds[place] == kAddress || kinds[place + 3] == kAddress || half < least_half) continue;
+      for (const auto& moved : moving) {
+        const auto is_its = [&](const Words& set) { return set[moved.first] >> 32 == half; };
+        if (std::all_of(sets.begin(), sets.end(), is_its)) throw refusal("it uses half an address: " + node.name);
+      }
     }
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);

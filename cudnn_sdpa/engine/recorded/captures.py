@@ -14,24 +14,22 @@ import torch
 
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.key import Operand, Role
-from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.plan import Plan, allocate
 
 #: Bytes in which operands begin.
 SPREAD = 8 << 20
 
 #: All operands of every other launch begin at multiples of this, as PyTorch's memory does, and those of the others at
-#: multiples of 16; of all launches at multiples of this, if what is launched depends on it.
+#: odd multiples of 16, or no kernel for a coarser alignment may be seen as such; of all launches at multiples of this,
+#: if what is launched depends on it.
 _COARSE = 256
+
+#: Bytes that half an address tells apart, and how many of them may be a GPU's on all machines.
+_HALF, _MOST_HALVES = 1 << 32, 1 << 14
 
 #: Launches that are captured, two in a row; the last two must be as the others predict.
 LAUNCHES = 6
-
-
-def bytes_of(layout: TensorLayout) -> int:
-    """Bytes from the first element to the end of the last one."""
-    last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
-    return (1 + last) * layout.dtype.itemsize if all(layout.shape) else 0
 
 
 def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
@@ -39,22 +37,28 @@ def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
     return [ctypes.c_float.from_address(pointers[index]).value for index in _scalars(plan)]
 
 
-def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
+def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int]) -> None:
     """Finds what the plan launches, for these values of its host scalars. Its device is the current one.
+
+    Args:
+        native: The launches in the native module.
+        plan: The plan.
+        values: The values.
+        sizes: Bytes of each output.
 
     Raises:
         RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
     """
     count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
-    numbers = array("f", values)
-    # Operands may overlap, and inputs may end behind this memory, as nothing is read or written. But CUDA checks that
-    # memory which is set exists.
-    written = max(plan.workspace, *(bytes_of(x.layout) for x in plan.key.outputs))
-    memory = allocate((SPREAD + written,), (1,), torch.uint8)
-    first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()
+    numbers = array("f", [*values] * LAUNCHES)  # elsewhere in each launch: their addresses must not be taken for data
+    # Operands may overlap, as nothing is read or written. But CUDA checks that memory which is set exists. Inputs are
+    # anywhere: the upper halves of addresses in one piece of memory are all the same, and would be taken for numbers.
+    written = max(plan.workspace, *sizes)
+    memory = allocate((2 * _COARSE + SPREAD + written,), (1,), torch.uint8)
+    first, draw = -(-memory.data_ptr() // (2 * _COARSE)) * 2 * _COARSE, random.Random()
 
-    def address(alignment: int) -> int:
-        return first + alignment * draw.randrange(1, SPREAD // alignment - _COARSE)
+    def address(alignment: int, *, odd: bool) -> int:
+        return first + alignment * (draw.randrange(1, SPREAD // alignment - _COARSE) | odd)
 
     with handles.capturing_handle(plan.device) as (handle, stream):
         for alignment in (ALIGNMENT, _COARSE):
@@ -64,9 +68,11 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
             sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
             for number, words in enumerate(sets):
                 for index, each in (moving if number % 2 else coarse).items():
-                    words[index] = address(each)
+                    words[index] = address(each, odd=bool(number % 2))
+                    if index < len(plan.key.inputs):
+                        words[index] = words[index] % _HALF + _HALF * draw.randrange(1, _MOST_HALVES)
                 for at, index in enumerate(scalars):
-                    words[index] = numbers.buffer_info()[0] + numbers.itemsize * at
+                    words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
             with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):
                 native.record(
                     stream=stream,
@@ -75,6 +81,7 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
                     sets=sets,
                     moving=list(moving.items()),
                     scalars=scalars,
+                    workspace=plan.workspace,
                 )
                 break
 

@@ -1,4 +1,4 @@
-"""Launches of one call both ways, compared bit by bit, without waiting for the GPU."""
+"""Launches of one call in all ways, compared bit by bit, without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -8,57 +8,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.recorded.captures import bytes_of
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import handles
+from cudnn_sdpa.plans.device_memory import take_memory
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_side
 
-#: What results and workspaces contain before a launch, in each byte.
+#: What results and workspaces contain before a launch, in each byte, and in words of eight.
 _POISON = 0xA5
+_POISON_WORD = int.from_bytes([_POISON] * 8, "little", signed=True)
+
+#: Bytes of each result that are looked at for whether they tell anything.
+_HEAD = 1 << 20
 
 
-def compare(native: Any, plan: Plan, pointers: Sequence[int]) -> Tensor:
-    """Launches the call of these operands twice by cuDNN, and once as recorded, with results of its own.
+def compare(native: Any, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Launches the call of these operands twice by cuDNN, and as recorded, with results of its own.
 
     Gives on the GPU whether cuDNN's results differ from each other, whether the recorded launch's differ from cuDNN's,
-    and whether they tell anything: most wrong launches agree where all results are zeros.
+    and whether they tell anything: most wrong launches agree where a result is all zeros, and of zeros alone an LSE is
+    none. The last flag says the same as the second of a launch that is given zeros, if it may be, and whether it has
+    used other memory instead of them, or beside them. `sizes` are the bytes of each output: what is written to is not
+    always as large as its layout.
     """
+    inputs, (offsets, size) = pointers[: len(plan.key.inputs)], side_by_side(sizes)
+    touched: list[Tensor] = []
 
-    def as_recorded(moved: list[int]) -> None:
-        workspace = allocate((max(1, plan.workspace),), (1,), torch.uint8).fill_(_POISON)
-        if error := native.launch(moved, workspace.data_ptr(), current_raw_stream(plan.device)):
+    def as_recorded(moved: list[int], zeros: int = 0) -> Tensor:
+        workspace: Tensor = _poisoned(max(1, plan.workspace))
+        if error := native.launch(moved, workspace.data_ptr(), current_raw_stream(plan.device), zeros):
             raise ExecutionError(f"CUDA reports error {error} for a recorded launch")
+        return workspace
 
-    first, again, recorded = (_results(plan, pointers, launch) for launch in (plan.launch, plan.launch, as_recorded))
-    tells = (first != 0) & (first != _POISON)
-    return torch.stack([(first != again).any(), (first != recorded).any(), tells.any()])
+    def with_zeros(moved: list[int]) -> None:
+        zeros = _poisoned(native.zeros + plan.workspace)  # what a kernel uses beside counters is there, and seen
+        counters = [(offset, size, zeros[begin:][:size]) for offset, size, begin in native.counters]
+        for _, _, counter in counters:
+            counter.zero_()
+        workspace = as_recorded(moved, zeros.data_ptr())
+        for _, _, counter in counters:
+            counter.fill_(_POISON)
+        unused = (zeros, *(workspace[offset:][:size] for offset, size, _ in counters))
+        touched.extend((x != _POISON).any() for x in unused)
+
+    def results(launch: Callable[[list[int]], object]) -> Tensor:
+        memory: Tensor = allocate((-(-size // 8),), (1,), torch.int64).fill_(_POISON_WORD)
+        launch([*inputs, *(memory.data_ptr() + offset for offset in offsets)])
+        return memory
+
+    first, again, recorded = (results(launch) for launch in (plan.launch, plan.launch, as_recorded))
+    counted = results(with_zeros) if native.zeros else recorded
+    in_bytes = first.view(torch.uint8)
+    heads = [in_bytes[begin : begin + min(size, _HEAD)] for begin, size in zip(offsets, sizes, strict=True) if size]
+    tells = torch.stack([((x != 0) & (x != _POISON)).any() for x in heads]).all()
+    is_wrong = torch.stack([(first != counted).any(), *touched]).any()
+    return torch.stack([(first != again).any(), (first != recorded).any(), tells, is_wrong])
 
 
-def _results(plan: Plan, pointers: Sequence[int], launch: Callable[[list[int]], None]) -> Tensor:
-    outputs, count = plan.key.outputs, len(plan.key.inputs)
-    offsets, size = side_by_side(bytes_of(x.layout) for x in outputs)
+def _poisoned(size: int) -> Tensor:
     memory: Tensor = allocate((size,), (1,), torch.uint8).fill_(_POISON)
-    launch([*pointers[:count], *(memory.data_ptr() + offset for offset in offsets)])
     return memory
 
 
-def marked() -> torch.cuda.Event:
+class Verdict:
+    """What a comparison has found, once the GPU has made it.
+
+    It is kept outside the memory pools of CUDA graphs: their warm-up expects all of its memory back.
+    """
+
+    def __init__(self, flags: Tensor, device: int) -> None:
+        self._flags = take_memory(device, flags.numel())[: flags.numel()].view(torch.bool).copy_(flags)
+        self._flags.record_stream(torch.cuda.current_stream(device))
+        self._device, self._mark = device, _mark()
+
+    def is_known(self) -> bool:
+        return bool(self._mark.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[bool]:
+        """Reads it, once it is known, on a stream that nobody captures.
+
+        It waits for an event alone, as PyTorch's debug mode of synchronizations, that of all threads, allows it.
+        """
+        stream = handles.capturing_handle(self._device)
+        with stream as (_, raw), torch.cuda.stream(torch.cuda.ExternalStream(raw)):  # type: ignore[no-untyped-call]
+            on_host = torch.empty(self._flags.shape, dtype=torch.bool, pin_memory=True)
+            on_host.copy_(self._flags, non_blocking=True)
+            _mark().synchronize()
+            found: list[bool] = on_host.tolist()
+            del on_host  # PyTorch marks the stream then, which the next one may capture
+        return found
+
+
+def _mark() -> torch.cuda.Event:
     """An event behind all work that is enqueued."""
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def read(flags: Tensor, mark: torch.cuda.Event, device: int) -> list[bool]:
-    """Waits for flags behind an event, on a stream that nobody captures.
-
-    By events alone: PyTorch's debug mode of synchronizations, which is that of all threads, allows them.
-    """
-    mark.synchronize()
-    with handles.capturing_handle(device) as (_, stream), torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
-        on_host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-        on_host.copy_(flags, non_blocking=True)
-        marked().synchronize()
-        found: list[bool] = on_host.tolist()
-        del on_host  # PyTorch marks the stream then, which the next one may capture
-    return found

@@ -3,13 +3,15 @@
 cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from
 captured graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
 
-The first call of a plan that C++ launches asks for the recording, which a thread makes in the background. A later call
-is launched both ways, and its results are compared bit by bit (`proof`). From then on the recorded launch serves. Until
-then, and for good if anything is not as expected, cuDNN launches the plan.
+A plan that C++ has launched many times asks for the recording, which a thread makes in the background. A later call is
+launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with that has the
+verdict read. If the bits are the same, the recorded launch serves from then on. Until then, and for good if anything is
+not as expected, cuDNN launches the plan. No call waits for the GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -21,12 +23,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import captures, proof
 from cudnn_sdpa.errors import ExecutionError
-from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph import backend, known_issues
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.plan import Plan, current_raw_stream
 from cudnn_sdpa.settings import renewed_in_children
@@ -37,6 +38,14 @@ _log = logging.getLogger("cudnn_sdpa")
 #: waits for the host, and the proof takes three times as much.
 MAX_BYTES = 64 << 20
 
+#: Launches of a plan by C++ before one asks for a recording, but for `verify`. A recording takes as much of the host's
+#: time, with the GIL, as some hundred recorded launches save: too much for each of many shapes that are rarely seen.
+MIN_CALLS = 100
+
+#: Comparisons after which a recorded launch is wrong that has differed in all of them. One difference may be due to
+#: kernels that now and then add in another order.
+MAX_DIFFERENT = 3
+
 #: Calls after which a plan is no longer tried whose operands always lie at other addresses, or whose results tell
 #: nothing.
 MAX_TRIES = 16
@@ -46,7 +55,7 @@ NOT_YET = "it is not recorded yet"
 
 #: A stage of the recording: what a call of the plan does for it. A method, not bound, as recorders are freed with
 #: their plans.
-_Stage = Callable[["Recorder", Plan, Sequence[int]], None]
+_Stage = Callable[["Recorder", Plan, Sequence[int], Sequence[int]], None]
 
 
 class Recorder:
@@ -61,9 +70,10 @@ class Recorder:
         self._name = name
         self.native: Any = module.Recorded()
         self.why_not = NOT_YET
+        self.native.calls_before = 0 if loader.recorded_mode() == loader.VERIFY else MIN_CALLS
         self._missing = _connect(module)
         self._stage: _Stage = Recorder._begin
-        self._tries = 0
+        self._tries = self._different = 0
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -73,21 +83,27 @@ class Recorder:
         verified = ", each compared with cuDNN's" * self.native.is_watched
         return f"as recorded (kernels: {len(self.native.names) - memsets}, memsets: {memsets}){verified}"
 
-    def watch(self, plan: Plan, pointers: Sequence[int]) -> None:
-        """Launches the plan, and brings the recording to its next stage, if this thread can."""
+    def watch(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
+        """Launches the plan, and brings the recording to its next stage, if this thread can.
+
+        Args:
+            plan: The plan.
+            pointers: The addresses of its operands.
+            sizes: Bytes of each output.
+        """
         is_captured = current_raw_stream(plan.device) and torch._C._cuda_isCurrentStreamCapturing()
         if is_captured or not self._lock.acquire(blocking=False):
             plan.launch(pointers)
             return
         try:
-            self._stage(self, plan, pointers)
+            self._stage(self, plan, pointers, sizes)
         finally:
             self._lock.release()
 
-    def _begin(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _begin(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
         self._stage = Recorder._wait
-        if reason := self._missing or _why_not(plan):
+        if reason := self._missing or _why_not(plan, sizes):
             self._leave(reason)
             return
         try:
@@ -96,51 +112,67 @@ class Recorder:
             self._leave(str(error))
             return
         values = captures.scalars_at(plan, pointers)
-        _in_background(functools.partial(self._record, plan, values))
+        _in_background(functools.partial(self._record, plan, values, sizes))
 
-    def _wait(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _wait(self, plan: Plan, pointers: Sequence[int], _: Sequence[int]) -> None:
         plan.launch(pointers)
 
-    def _record(self, plan: Plan, values: Sequence[float]) -> None:
+    def _record(self, plan: Plan, values: Sequence[float], sizes: Sequence[int]) -> None:
         try:
-            with torch.cuda.device(plan.device), relaxed_capture():
-                captures.record(self.native, plan, values)
+            with torch.cuda.device(plan.device), relaxed_capture(), backend.no_error_left():
+                if reason := _why_not_now(plan, sizes):
+                    self._leave(reason)
+                    return
+                captures.record(self.native, plan, values, sizes)
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(str(error) or type(error).__name__)
         else:
             self._stage = Recorder._prove
 
-    def _prove(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _prove(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
         self._tries += 1
         try:
             if self.native.serves(pointers):
-                self._stage = Recorder._wait
                 with relaxed_capture():  # other threads may capture, and calls like this one allocate less
-                    flags = proof.compare(self.native, plan, pointers)
-                    mark = proof.marked()
-                _in_background(functools.partial(self._conclude, plan.device, mark, flags))
+                    verdict = proof.Verdict(proof.compare(self.native, plan, pointers, sizes), plan.device)
+                self._stage = functools.partial(Recorder._await, verdict=verdict)
             elif self._tries > MAX_TRIES:
                 self._leave("no call has the alignment and the host scalars that were recorded")
         except Exception as error:  # noqa: BLE001 - the call itself is launched
             self._leave(f"it cannot be proved: {error}")
 
-    def _conclude(self, device: int, mark: torch.cuda.Event, flags: Tensor) -> None:
+    def _await(self, plan: Plan, pointers: Sequence[int], _: Sequence[int], *, verdict: proof.Verdict) -> None:
+        plan.launch(pointers)
+        try:
+            with relaxed_capture():
+                is_known = verdict.is_known()
+        except Exception as error:  # noqa: BLE001 - the call itself is launched
+            self._leave(f"it cannot be proved: {error}")
+            return
+        if is_known:
+            self._stage = Recorder._wait
+            _in_background(functools.partial(self._conclude, plan.device, verdict))
+
+    def _conclude(self, device: int, verdict: proof.Verdict) -> None:
         try:
             with torch.cuda.device(device), relaxed_capture():
-                varies, differs, tells = proof.read(flags, mark, device)
+                varies, differs, tells, is_wrong_with_zeros = verdict.read()
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(f"it cannot be proved: {error}")
             return
+        self._different += differs
         if varies:
             self._leave("its results differ in bits from launch to launch")
-        elif differs:
-            self._leave("its recorded launch had other results")
-            _log.warning("the recorded launch of %s had other results than cuDNN's, and is not used", self._name)
-        elif tells:
+        elif self._different == MAX_DIFFERENT:
+            self._leave("its recorded launch had other results", logging.WARNING)
+        elif self._different and not differs:
+            self._leave("its recorded launch had other results at times")
+        elif tells and not differs:
+            self.native.takes_zeros = bool(self.native.zeros) and not is_wrong_with_zeros
             self._serve()
         elif self._tries > MAX_TRIES:
-            self._leave("the results of its first calls were all zeros")
+            self._leave("a result of its first calls was all zeros")
         else:
             self._stage = Recorder._prove
 
@@ -149,29 +181,42 @@ class Recorder:
         self.native.is_watched = loader.recorded_mode() == loader.VERIFY
         _log.info("%s is launched %s", self._name, self)
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, level: int = logging.INFO) -> None:
         self.why_not, self._stage, self.native.is_watched = why, Recorder._wait, False
-        _log.info("%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
+        _log.log(level, "%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
 
-    def _verify(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _verify(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
-        if self.native.serves(pointers):
-            with relaxed_capture():
-                varies, differs, _ = proof.compare(self.native, plan, pointers).tolist()
-            if differs and not varies:
-                raise ExecutionError(
-                    f"the recorded launch of {plan.key.name} has other results than cuDNN's; "
-                    f"{loader.RECORDED_VARIABLE}={loader.OFF} avoids recorded launches. {plan.key}"
-                )
+        if self.native.error:  # which cuDNN's launch has not
+            self._leave(f"CUDA reports error {self.native.error} for its recorded launch", logging.WARNING)
+        elif self.native.serves(pointers):
+            for _ in range(MAX_DIFFERENT):
+                with relaxed_capture():
+                    varies, differs, _, differs_with_zeros = proof.compare(self.native, plan, pointers, sizes).tolist()
+                if varies or not (differs or (differs_with_zeros and self.native.takes_zeros)):
+                    return
+            raise ExecutionError(
+                f"the recorded launch of {plan.key.name} has other results than cuDNN's; "
+                f"{loader.RECORDED_VARIABLE}={loader.OFF} avoids recorded launches. {plan.key}"
+            )
 
 
-def _why_not(plan: Plan) -> str:
+def _why_not(plan: Plan, sizes: Sequence[int]) -> str:
     if bugs := known_issues.not_in_capture(plan.key):
         return f"it cannot be captured in a CUDA graph: {bugs}"
-    size = plan.workspace + sum(captures.bytes_of(x.layout) for x in plan.key.outputs)
+    size = plan.workspace + sum(sizes)
     if size > MAX_BYTES:
         return f"its results and its workspace have {size} bytes; more than {MAX_BYTES} are not recorded"
-    return "" if plan.held else "it is evicted"
+    return ""
+
+
+def _why_not_now(plan: Plan, sizes: Sequence[int]) -> str:
+    """PyTorch's allocator would free all that it has cached, and tell its observers, before it reports a full GPU."""
+    if not plan.held:
+        return "it is evicted"
+    needed = captures.SPREAD + 4 * (plan.workspace + sum(sizes))
+    free, _ = torch.cuda.mem_get_info(plan.device)
+    return "" if free >= needed else f"the GPU has {free} bytes of free memory; recording it takes {needed}"
 
 
 _lock = renewed_in_children(threading.RLock())
@@ -213,6 +258,10 @@ class _Background:
     def start_afresh(cls) -> None:
         cls.pool = ThreadPoolExecutor(1, thread_name_prefix="cudnn_sdpa recording")
 
+    @classmethod
+    def end(cls) -> None:
+        cls.pool.shutdown(wait=False, cancel_futures=True)
+
 
 def _in_background(work: Callable[[], None]) -> None:
     try:
@@ -223,3 +272,5 @@ def _in_background(work: Callable[[], None]) -> None:
 
 _Background.start_afresh()
 os.register_at_fork(after_in_child=_Background.start_afresh)
+with contextlib.suppress(AttributeError, RuntimeError):  # joined at exit, the thread would first do all that waits
+    threading._register_atexit(_Background.end)  # type: ignore[attr-defined]

@@ -3,9 +3,11 @@
  * OF_ROW threads share a head, a power of 2 up to 32, and compute HEADS heads of a token one after the other, with the
  * same angles. A head has slots of two units: those that are rotated together, then those of features that are not. Each
  * thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring features, not one of each
- * half. Other macros: see rows.cuh.
+ * half. FP8: results are in E4M3 with a given scale for queries and one for keys. APPEND: keys, and values as they are,
+ * go into the slots of tokens. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
+#include "slots.cuh"
 
 #define ROWS (THREADS / OF_ROW)
 
@@ -30,7 +32,22 @@ struct Rope {
   const void* k_weight;
   void* grad_q_weight;
   void* grad_k_weight;
-  float* partial;        /* (blocks, 2, dim): the sums of each block over its heads */
+  const float* q_scale;  /* with FP8, as are the next three */
+  const float* k_scale;
+  float* q_amax;
+  float* k_amax;
+  float* partial;        /* (blocks, 2, dim): the sums of each block over its heads; with FP8 (blocks, 2): its amax */
+  Heads v;               /* with APPEND, as is all up to the pages */
+  Heads out_v;           /* pages, as is out_k: a batch entry is a page */
+  const char* slot_mapping;
+  const int* lengths_kv;
+  const int* lengths_q;
+  const int* table;
+  number slot_bytes;
+  number table_row;
+  number columns;
+  number page_size;
+  number pages;
   number batch;
   number tokens;
   number heads_q;
@@ -47,6 +64,11 @@ struct Rope {
 /* By value: an address would have the argument copied to memory of the thread. */
 __device__ __forceinline__ Heads heads_of(bool is_q, Heads q, Heads k) {
   return {is_q ? q.base : k.base, is_q ? q.batch : k.batch, is_q ? q.head : k.head, is_q ? q.token : k.token};
+}
+
+/* Of a token: queries, keys, and values if these go into pages, too. */
+__device__ __forceinline__ number all_heads(const Rope& a) {
+  return a.heads_q + (1 + APPEND) * a.heads_k;
 }
 
 /* The units of a slot. */
@@ -103,26 +125,28 @@ struct RawWeights {
   }
 };
 
-__device__ __forceinline__ number quotient(number a, number b) {
-  return (a | b) >> 32 ? a / b : (number)((unsigned)a / (unsigned)b);
-}
-
 /* The heads that a group of threads computes. */
 struct Group {
   number batch, token, head;
 
   __device__ __forceinline__ Group(const Rope& a, number index) {
-    const number groups = (a.heads_q + a.heads_k + HEADS - 1) / HEADS, of_tokens = quotient(index, groups);
+    const number groups = (all_heads(a) + HEADS - 1) / HEADS, of_tokens = quotient(index, groups);
     batch = quotient(of_tokens, a.tokens), token = of_tokens - batch * a.tokens;
     head = (index - of_tokens * groups) * HEADS;
   }
 
   static __device__ __forceinline__ number count(const Rope& a) {
-    return a.batch * a.tokens * ((a.heads_q + a.heads_k + HEADS - 1) / HEADS);
+    return a.batch * a.tokens * ((all_heads(a) + HEADS - 1) / HEADS);
   }
 
   __device__ __forceinline__ number row(const Rope& a, const Heads& of, number at) const {
-    return batch * of.batch + token * of.token + (at < a.heads_q ? at : at - a.heads_q) * of.head;
+    return batch * of.batch + token * of.token + number_of(a, at) * of.head;
+  }
+
+  /* Among the queries, the keys or the values. */
+  static __device__ __forceinline__ number number_of(const Rope& a, number at) {
+    const number of_k = at - a.heads_q;
+    return at < a.heads_q ? at : APPEND && of_k >= a.heads_k ? of_k - a.heads_k : of_k;
   }
 };
 
@@ -147,9 +171,7 @@ struct Angles {
 
 /* The sum over the threads of a head. */
 __device__ __forceinline__ float sum_of_head(float x) {
-#pragma unroll
-  for (int apart = OF_ROW / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
-  return x;
+  return over_threads<Sum, OF_ROW>(x, nullptr);
 }
 
 __device__ __forceinline__ float square_of(const Pairs& x) {
@@ -157,6 +179,13 @@ __device__ __forceinline__ float square_of(const Pairs& x) {
 #pragma unroll
   for (int j = 0; j < UNIT; ++j) sum += x.first[j] * x.first[j] + x.second[j] * x.second[j];
   return sum;
+}
+
+__device__ __forceinline__ float largest_of(const Pairs& x) {
+  float most = 0.0f;
+#pragma unroll
+  for (int j = 0; j < UNIT; ++j) most = Largest::of(Largest::of(most, fabsf(x.first[j])), fabsf(x.second[j]));
+  return most;
 }
 
 #define FOR_SLOTS(i, slot)                         \
@@ -176,16 +205,25 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
   RawPairs raw[HEADS][HELD];
   FOR_HEADS(h) {
     const number head = group.head + h;
-    if (head >= a.heads_q + a.heads_k) break;
-    const Heads from = heads_of(head < a.heads_q, is_backward ? a.grad_q : a.q, is_backward ? a.grad_k : a.k);
+    if (head >= all_heads(a)) break;
+    Heads from = heads_of(head < a.heads_q, is_backward ? a.grad_q : a.q, is_backward ? a.grad_k : a.k);
+    if (APPEND) from = heads_of(head < a.heads_q + a.heads_k, from, a.v);
     FOR_SLOTS(i, slot) raw[h][i].read(from.base, group.row(a, from, head), Slot(a, slot));
   }
   Angles angles;
   angles.read(a, group, lane);
+#if APPEND
+  const number place = slot_of(a, group.batch, group.token);
+#endif
+#if FP8
+  const float over_q = 1.0f / load(a.q_scale), over_k = a.k_scale ? 1.0f / load(a.k_scale) : 1.0f;
+  float most_q = 0.0f, most_k = 0.0f;
+#endif
   FOR_HEADS(h) {
     const number head = group.head + h;
-    const bool is_head = is_there && head < a.heads_q + a.heads_k, is_q = head < a.heads_q;
-    const void* const weight = is_q ? a.q_weight : a.k_weight;
+    const bool is_head = is_there && head < all_heads(a), is_q = head < a.heads_q;
+    const bool is_v = APPEND && head >= a.heads_q + a.heads_k;
+    const void* const weight = is_v ? nullptr : is_q ? a.q_weight : a.k_weight;
     float scale = 1.0f;
     if (!is_backward && (a.q_weight || a.k_weight)) {
       float sum = 0.0f;
@@ -199,7 +237,16 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
       if (weight) scale = rsqrt_fast(sum / (float)a.dim + float_of(a.eps));
     }
     if (!is_head) continue;
+#if APPEND
+    const Heads to = heads_of(is_q, a.out_q, heads_of(is_v, a.out_v, a.out_k));
+    const number page = quotient(place, a.page_size);
+    if (!is_q && (place < 0 || page >= a.pages)) continue;
+    const number row = is_q ? group.row(a, to, head)
+                            : page * to.batch + (place - page * a.page_size) * to.token + Group::number_of(a, head) * to.head;
+#else
     const Heads to = heads_of(is_q, a.out_q, a.out_k);
+    const number row = group.row(a, to, head);
+#endif
     FOR_SLOTS(i, slot) {
       Pairs x;
       raw[h][i].get(x);
@@ -212,16 +259,46 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
         for (int j = 0; j < UNIT; ++j)
           x.first[j] *= scale * factor.first[j], x.second[j] *= scale * factor.second[j];
       }
-      angles.rotate(a, i, slot, x, is_backward ? -1.0f : 1.0f);
-      raw[h][i].write(to.base, group.row(a, to, head), Slot(a, slot), x);
+      if (!is_v) angles.rotate(a, i, slot, x, is_backward ? -1.0f : 1.0f);
+#if FP8
+      const Slot at(a, slot);
+      write_fp8(to.base, row + at.first, x.first, is_q ? over_q : over_k);
+      write_fp8(to.base, row + at.second, x.second, is_q ? over_q : over_k);
+      const float most = largest_of(x);
+      if (is_q) { /* no index, which would put them into memory */
+        most_q = Largest::of(most_q, most);
+      } else {
+        most_k = Largest::of(most_k, most);
+      }
+#else
+      raw[h][i].write(to.base, row, Slot(a, slot), x);
+#endif
     }
   }
+#if FP8
+  SHARED_MEMORY(memory);
+  float* const parts = reinterpret_cast<float*>(memory);
+  most_q = over_threads<Largest, THREADS>(most_q, parts);
+  most_k = over_threads<Largest, THREADS>(most_k, parts + THREADS / 32);
+  if (threadIdx.x < 2) store(a.partial + 2 * (number)blockIdx.x + threadIdx.x, threadIdx.x ? most_k : most_q);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotate(const Rope a) {
   rotate_all<false>(a);
 }
 
+#if FP8
+/* The amax of all blocks: a block for queries, and one for keys. */
+extern "C" __global__ void __launch_bounds__(512) largest_of_blocks(const Rope a) {
+  SHARED_MEMORY(memory);
+  float most = 0.0f;
+  for (number block = threadIdx.x; block < a.blocks; block += 512)
+    most = Largest::of(most, load(a.partial + 2 * block + blockIdx.x));
+  most = over_threads<Largest, 512>(most, reinterpret_cast<float*>(memory));
+  if (threadIdx.x == 0) store(blockIdx.x ? a.k_amax : a.q_amax, most);
+}
+#elif !APPEND
 extern "C" __global__ void __launch_bounds__(THREADS) rotate_back(const Rope a) {
   rotate_all<true>(a);
 }
@@ -335,3 +412,4 @@ extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Rope a) {
   if (threadIdx.x >= 32 || column >= columns || !to) return;
   store((Dtype<WDTYPE>::element*)to + (is_k ? column - a.dim : column), to_element<WDTYPE>(sum));
 }
+#endif

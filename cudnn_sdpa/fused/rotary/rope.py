@@ -1,8 +1,8 @@
-"""`rope`: rotary position embedding of queries and keys, after a norm of each head."""
+"""`rope` and `rope_fp8`: rotary position embedding of queries and keys, after a norm of each head."""
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.fused.norm_graphs import checked_eps
-from cudnn_sdpa.fused.rotary.rope_graphs import rope_rows
+from cudnn_sdpa.fused.rotary.rope_graphs import rope_fp8_rows, rope_rows
 
 
 @overload
@@ -78,7 +78,7 @@ def rope(
             otherwise it is feature i of each half of the rotated ones, as in GPT-NeoX and Hugging Face's models.
 
     Returns:
-        New tensors like q and k, dense in their memory order; None for a k of None.
+        New tensors like q and k, dense in their memory order, features innermost; None for a k of None.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
@@ -112,6 +112,96 @@ def rope(
         return of_q, rope(k, None, cos, sin, q_weight=k_weight, **norms)[0]
     found: Any = rope_rows.run(operands, {"interleaved": interleaved})
     return (found, None) if k is None else found
+
+
+class RopeInFp8(NamedTuple):
+    """Rotated queries and keys in FP8; their values are `q` times `q_scale`, and `k` times `k_scale`.
+
+    Attributes:
+        q: Queries of the shape given, dense in their memory order, features innermost, float8_e4m3fn.
+        k: Keys, likewise; None for a k of None.
+        q_amax: The largest absolute value of the rotated queries before they are scaled, (1,) float32.
+        k_amax: That of the keys; None for a k of None.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    q_amax: Tensor
+    k_amax: Tensor | None
+
+
+def rope_fp8(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_scale: Tensor,
+    k_scale: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    interleaved: bool = False,
+) -> RopeInFp8:
+    """`rope` in E4M3 for attention in FP8: norms, rotation and quantization in one kernel. For inference.
+
+    Heads are computed in float32, divided by their scale and rounded once, to the nearest number, ties to even; larger
+    values saturate at 448 times the scale, and NaN stays NaN. Scales are those of earlier steps (delayed scaling), or
+    of a calibration, and `q_amax` and `k_amax` are for the next ones. `sdpa_fp8` takes the scales as `descale_q` and
+    `descale_k`. A second small kernel finds the amax values.
+
+    Args:
+        q: (B, Hq, S, D), or (T, Hq, D) packed, as for `rope`.
+        k: (B, Hkv, S, D), or (T, Hkv, D); or None.
+        cos: Cosines of the positions, as for `rope`.
+        sin: The sines.
+        q_scale: () or (1,), float32, on q's device.
+        k_scale: The same for the keys; None for a k of None.
+        q_weight: (D,), in q's dtype or float32; None: the queries are not normalized.
+        k_weight: (D,), likewise; None: the keys are not normalized.
+        eps: As for `rope`.
+        zero_centered: As for `rope`.
+        interleaved: As for `rope`.
+
+    Returns:
+        Queries and keys, and their amax values.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: A tensor requires grad, or the GPU has no FP8 (before compute capability 8.9).
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q, k = torch.randn(2, 4, 10, 64), torch.randn(2, 2, 10, 64)
+        >>> cos, sin = cudnn_sdpa.nn.RotaryEmbedding(64)(torch.arange(10))
+        >>> scale = torch.tensor([5 / 448])
+        >>> found = cudnn_sdpa.rope_fp8(q, k, cos, sin, q_scale=scale, k_scale=scale)
+        >>> torch.allclose(found.k.float() * scale, cudnn_sdpa.rope(q, k, cos, sin)[1], atol=0.2)
+        True
+    """
+    if interleaved is not False:
+        interleaved = checked_flag("interleaved", interleaved)
+    norms: Any = {"eps": eps, "zero_centered": zero_centered}
+    operands = fp8_operands_of(
+        q, k, cos, sin, q_scale=q_scale, k_scale=k_scale, q_weight=q_weight, k_weight=k_weight, **norms
+    )
+    if k is not None and type(q) is not Tensor and has_dtensor(q, k):  # divided alike, with other numbers of heads
+        rope_fp8_rows.arguments(operands, {"interleaved": interleaved})  # checks both together
+        norms["interleaved"] = interleaved
+        of_q = rope_fp8(q, None, cos, sin, q_scale=q_scale, q_weight=q_weight, **norms)
+        of_k = rope_fp8(k, None, cos, sin, q_scale=k_scale, q_weight=k_weight, **norms)  # type: ignore[arg-type]
+        return RopeInFp8(of_q.q, of_k.q, of_q.q_amax, of_k.q_amax)
+    found: Any = rope_fp8_rows.run(operands, {"interleaved": interleaved})
+    if k is None:
+        return RopeInFp8(found[0], None, found[1], None)
+    return RopeInFp8(*found)
+
+
+def fp8_operands_of(*heads: Any, q_scale: Any, k_scale: Any, **norms: Any) -> tuple[Value, ...]:
+    """The operands of the graph function in FP8."""
+    operands = operands_of(*heads, **norms)
+    return (*operands, *(None,) * (8 - len(operands)), q_scale, k_scale)
 
 
 def operands_of(

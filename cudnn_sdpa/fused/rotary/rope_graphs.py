@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
-from cudnn_sdpa.fused.norm_graphs import checked_eps
-from cudnn_sdpa.fused.rotary.rope_kernels import MAX_DIM, own_rope, own_rope_gradients
+from cudnn_sdpa.fused.norm_graphs import checked_eps, in_e4m3
+from cudnn_sdpa.fused.rotary.rope_kernels import MAX_DIM, own_rope, own_rope_fp8, own_rope_gradients
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
@@ -109,7 +109,7 @@ def _readable(first: Tensor, cos: Tensor, sin: Tensor, *others: Value, **_: obje
     return [readable(first), cos.contiguous(), sin.contiguous(), *map(readable, others)]
 
 
-def _as_heads(values: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+def as_heads(values: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
     """Heads as (B, H, S, D), and angles as (B, S, n), or with 1 for B."""
     (q, cos, sin, *others) = values
     assert isinstance(q, Tensor)
@@ -123,8 +123,9 @@ def _as_heads(values: Sequence[Value], results: Sequence[Tensor], options: Optio
     return [heads(q), *angles, *map(heads, others)], written, options
 
 
-def _dense_like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, dense_stride_like(x.shape, x.shape, x.stride()), dtype=x.dtype, device=x.device)
+def _dense_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    stride = dense_stride_like(x.shape, x.shape, x.stride())
+    return torch.empty_strided(x.shape, stride, dtype=dtype or x.dtype, device=x.device)
 
 
 def _outputs(q: Tensor, cos: Tensor, sin: Tensor, k: Tensor | None = None, *_: Value, **__: object) -> list[Tensor]:
@@ -136,7 +137,7 @@ def _factor(weight: Tensor, shift: float | None) -> Tensor:
     return widened(weight) + (shift or 0.0)
 
 
-def _reference(
+def _exact(
     q: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -147,7 +148,8 @@ def _reference(
     shift: float | None = None,
     *,
     interleaved: bool,
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
+    """The results before they are rounded."""
     found = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if x is None:
@@ -155,8 +157,12 @@ def _reference(
         wide = widened(x)
         if weight is not None:
             wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * _factor(weight, shift)
-        found.append(rotated(wide, _for_heads(cos, x), _for_heads(sin, x), interleaved=interleaved).to(x.dtype))
-    return tuple(found)
+        found.append(rotated(wide, _for_heads(cos, x), _for_heads(sin, x), interleaved=interleaved))
+    return found
+
+
+def _reference(q: Tensor, *operands: Any, interleaved: bool) -> tuple[Tensor, ...]:
+    return tuple([x.to(q.dtype) for x in _exact(q, *operands, interleaved=interleaved)])
 
 
 def _gradients_reference(
@@ -247,7 +253,7 @@ def _second_backward(
     keeps_results=False,
     reads=lambda operands, _: [index in (1, 2) for index in range(len(operands))],
     readable=_readable,
-    views=_as_heads,
+    views=as_heads,
     shard=_ways,
 )
 def rope_gradients(
@@ -297,7 +303,7 @@ def _reads(operands: Sequence[Value], _: object) -> list[bool]:
     keeps_results=False,
     check=_check,
     readable=_readable,
-    views=_as_heads,
+    views=as_heads,
     reads=_reads,
     shard=_ways,
 )
@@ -318,10 +324,71 @@ def rope_rows(
     raise NotImplementedError("cuDNN has no graph of rotations")
 
 
+def _check_fp8(q: Tensor, *operands: Any, interleaved: bool) -> None:
+    *others, q_scale, k_scale = operands
+    _check(q, *others, interleaved=interleaved)
+    has_keys = others[2] is not None
+    if not has_keys and k_scale is not None:
+        raise OptionError("k_scale", "a scale", "None where k is None")
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale))[: 1 + has_keys]:
+        check_beside(name, scale, "q", q, dtype=torch.float32)
+        if scale.numel() != 1:
+            raise ShapeError(name, shape_of(scale), "one number, () or (1,)")
+
+
+def _fp8_reference(q: Tensor, *operands: Any, interleaved: bool) -> tuple[Tensor, ...]:
+    *exact_operands, q_scale, k_scale = operands
+    exact = _exact(q, *exact_operands, interleaved=interleaved)
+    quantized = [in_e4m3(x, scale) for x, scale in zip(exact, (q_scale, k_scale), strict=False)]
+    amaxes = [x.abs().amax() if x.numel() else x.new_zeros(()) for x in exact]
+    return (*quantized, *(x.float().view(1) for x in amaxes))
+
+
+def _fp8_outputs(q: Tensor, cos: Tensor, sin: Tensor, k: Tensor | None = None, *_: Value, **__: object) -> list[Tensor]:
+    del cos, sin
+    heads = [x for x in (q, k) if x is not None]
+    amaxes = [torch.empty(1, dtype=torch.float32, device=q.device) for _ in heads]
+    return [*(_dense_like(x, torch.float8_e4m3fn) for x in heads), *amaxes]
+
+
+def _fp8_ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy]:
+    heads = [name for name in ("q", "k") if isinstance(arguments.get(name), Tensor)]
+    return [
+        way._replace(results=(way.result(0),) * len(heads) + (sharding.MAX,) * len(heads)) for way in _ways(arguments)
+    ]
+
+
+@graph_op(
+    reference=_fp8_reference,
+    outputs=_fp8_outputs,
+    check=_check_fp8,
+    readable=_readable,
+    views=as_heads,
+    shard=_fp8_ways,
+)
+def rope_fp8_rows(
+    g: GraphBuilder,
+    q: Symbol,
+    cos: Symbol,
+    sin: Symbol,
+    k: Symbol | None = None,
+    q_weight: Symbol | None = None,
+    k_weight: Symbol | None = None,
+    eps: Symbol | None = None,
+    shift: Symbol | None = None,
+    q_scale: Symbol | None = None,
+    k_scale: Symbol | None = None,
+    *,
+    interleaved: bool,
+) -> NoReturn:
+    """The same in E4M3 with given scales, and the amax of queries and of keys."""
+    raise NotImplementedError("cuDNN has no graph of rotations")
+
+
 def _by_own_kernels(
     operation: KernelOp, names: Sequence[str], given: Views, *, target: Target, device: int | None
 ) -> tuple[Views, PlanKey, str]:
-    viewed = _as_heads(*given)
+    viewed = as_heads(*given)
     values, results, options = viewed
     named = dict(zip(names, values, strict=True))
     layout = TensorLayout.of
@@ -329,4 +396,5 @@ def _by_own_kernels(
 
 
 rope_rows.own = partial(_by_own_kernels, own_rope)
+rope_fp8_rows.own = partial(_by_own_kernels, own_rope_fp8)
 rope_gradients.own = partial(_by_own_kernels, own_rope_gradients)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.own import DTYPES
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -22,10 +23,13 @@ _SOURCE = _FOLDER / "rope.cu"
 _ARGUMENT = Struct(_SOURCE, "Rope")
 
 #: Fields of the argument that are heads.
-_HEADS = ("q", "k", "grad_q", "grad_k", "out_q", "out_k")
+_HEADS = ("q", "k", "grad_q", "grad_k", "out_q", "out_k", "v", "out_v")
 
 #: Threads of a block, and of one that adds up what others have summed, for as many columns.
 _THREADS, _SUMMING, _COLUMNS = 128, 512, 32
+
+#: Bytes of shared memory for a number of each warp.
+_OF_WARPS, _OF_SUMMING = 4 * _THREADS // 32, 4 * _SUMMING // 32
 
 #: Largest head dim, from the shared memory of the sums for weights.
 MAX_DIM = 1024
@@ -60,16 +64,35 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def _kernel(
-    name: str, tiles: Tiles, dtype: torch.dtype, weight: torch.dtype, *, shared: int, interleaved: bool
+    name: str,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    *,
+    shared: int,
+    interleaved: bool,
+    fp8: bool,
+    append: bool,
 ) -> Kernel:
     defines = {"DTYPE": DTYPES[dtype], "WDTYPE": DTYPES[weight], "INTERLEAVED": int(interleaved), "THREADS": _THREADS}
+    defines |= {"FP8": int(fp8), "APPEND": int(append)}
     return Kernel(_SOURCE, name, defines | {k.upper(): x for k, x in tiles._asdict().items()}, shared)
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
 def own_rope(key: PlanKey) -> KernelProgram:
     """Rotated heads, normalized before where there are weights."""
-    return _program(key, ["rotate"], {"output0": "out_q", "output1": "out_k"})
+    return _program(key, ["rotate"], _outputs("out_q", "out_k"))
+
+
+@functools.partial(KernelOp, folder=_FOLDER)
+def own_rope_fp8(key: PlanKey) -> KernelProgram:
+    """The same in E4M3, and the amax of queries and of keys."""
+    own.refuse_without_fp8("rope_fp8", key.target, "rope")
+    names = [x for x in "qk" if x in {operand.name for operand in key.inputs}]
+    return _program(
+        key, ["rotate", "largest_of_blocks"], _outputs(*(f"out_{x}" for x in names), *(f"{x}_amax" for x in names))
+    )
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
@@ -79,21 +102,44 @@ def own_rope_gradients(key: PlanKey) -> KernelProgram:
     results = [f"out_{x}" for x in "qk" if f"grad_{x}" in names]
     results += [f"grad_{x}_weight" for x in "qk" if f"{x}_weight" in names]
     kernels = ["gradients", "sum_blocks"] if "q" in names else ["rotate_back"]
-    return _program(key, kernels, {f"output{index}": name for index, name in enumerate(results)})
+    return _program(key, kernels, _outputs(*results))
+
+
+#: The fields of operands that have other names.
+_APPENDED = {
+    "output0": "out_q",
+    "k_pages": "out_k",
+    "v_pages": "out_v",
+    "page_table": "table",
+    "seq_lens_kv": "lengths_kv",
+    "seq_lens_q": "lengths_q",
+}
+
+
+@functools.partial(KernelOp, folder=_FOLDER)
+def own_rope_append(key: PlanKey) -> KernelProgram:
+    """Rotated queries; keys, rotated likewise, and values in their slots of pages (pages, Hkv, page size, D)."""
+    return _program(key, ["rotate"], _APPENDED)
+
+
+def _outputs(*fields: str) -> dict[str, str]:
+    return {f"output{index}": name for index, name in enumerate(fields)}
 
 
 def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> KernelProgram:
-    """The program of kernels, given the fields of results."""
+    """The program of kernels, given the fields of results, and of operands of other names."""
     layouts = {results.get(x.name, x.name): x.layout for x in (*key.inputs, *key.outputs)}
     weight = layouts.get("q_weight", layouts.get("k_weight"))
+    given = layouts["q"] if "q" in layouts else layouts["grad_q"]
     q, cos, k = layouts["out_q"], layouts["cos"], layouts.get("out_k")
     (batch, heads_q, tokens, dim), rotary_dim = q.shape, 2 * cos.shape[-1]
     if dim > MAX_DIM:
         raise UnsupportedError("rope", [f"the head dim is {dim}; the kernel serves up to {MAX_DIM}"])
-    count = batch * tokens * (heads_q + (0 if k is None else k.shape[1]))
+    pages, slots, table = layouts.get("out_v"), layouts.get("slot_mapping"), layouts.get("table")
+    count = batch * tokens * (heads_q + (0 if k is None else k.shape[1] * (1 if pages is None else 2)))
     processors = int(dict(key.target.properties)["multiProcessorCount"]) or 1
     tiles = _tiles({name: layouts[name] for name in _HEADS if name in layouts}, dim, rotary_dim)
-    has_sums = "sum_blocks" in kernels
+    has_sums, is_fp8 = "sum_blocks" in kernels, "q_scale" in layouts
     if count >= _MANY * processors:
         tiles = tiles._replace(heads=_AT_ONCE_BACKWARD if has_sums else _AT_ONCE)
     groups = batch * tokens * -(-count // (batch * tokens * tiles.heads))
@@ -103,16 +149,22 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     made = functools.partial(
         _kernel,
         tiles=tiles,
-        dtype=q.dtype,
-        weight=q.dtype if weight is None else weight.dtype,
+        dtype=given.dtype,
+        weight=given.dtype if weight is None else weight.dtype,
         interleaved=bool(key.option_values["interleaved"]),
+        fp8=is_fp8,
+        append=pages is not None,
     )
-    calls = [KernelCall(made(kernels[0], shared=8 * tiles.rows * dim if has_sums else 0), blocks, _THREADS)]
+    shared = 8 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
+    calls = [KernelCall(made(kernels[0], shared=shared), blocks, _THREADS)]
+    if is_fp8:
+        calls.append(KernelCall(made("largest_of_blocks", shared=_OF_SUMMING), 1 if k is None else 2, _SUMMING))
     if has_sums:
         calls.append(KernelCall(made("sum_blocks", shared=4 * _SUMMING), -(-2 * dim // _COLUMNS), _SUMMING))
-    slots = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
-    given = {x.name: slots[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
-    given |= {"partial": "partial"} if has_sums else {}
+    fields = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
+    scratch = {"partial": (blocks, 2, dim)} if has_sums else {"partial": (blocks, 2)} if is_fp8 else {}
+    named = {x.name: fields[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
+    named |= dict.fromkeys(scratch, "partial")
     return KernelProgram(
         calls=calls,
         fields=_ARGUMENT.filled(
@@ -125,12 +177,17 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
             rotated=rotary_dim // (2 * tiles.unit),
             cos_batch=tokens * cos.shape[-1] // tiles.unit if cos.shape[0] > 1 else 0,
             blocks=blocks,
+            slot_bytes=0 if slots is None else slots.dtype.itemsize,
+            table_row=0 if table is None else table.stride[0],
+            columns=0 if table is None else table.shape[1],
+            pages=0 if pages is None else pages.shape[0],
+            page_size=0 if pages is None else pages.shape[2],
             eps=0,
             shift=0,
             **{name: _strides(layouts.get(name), tiles.unit) for name in _HEADS},
         ),
-        slots=dict(zip(given, _ARGUMENT.indices(*given.values()), strict=True)),
-        scratch={"partial": (blocks, 2, dim)} if has_sums else {},
+        slots=dict(zip(named, _ARGUMENT.indices(*named.values()), strict=True)),
+        scratch=scratch,
         knobs={"threads": tiles.of_row, "heads": tiles.heads, "unit": tiles.unit},
     )
 

@@ -361,7 +361,14 @@ def test_errors_have_the_callers_names(function, args, options, name):
 
 
 @BOTH
-def test_compiled(fa):
+@pytest.mark.parametrize("kind", ["dense", "packed", "cached"])
+def test_compiled_without_a_break(fa, kind):
     q, k, v = random(2, 9, 6, 32), random(2, 14, 3, 32), random(2, 14, 3, 32)
-    found = torch.compile(lambda: fa.flash_attn_func(q, k, v, causal=True), fullgraph=True, backend="aot_eager")()
-    assert torch.equal(found, fa.flash_attn_func(q, k, v, causal=True))
+    ends, lengths = (torch.tensor([0, n], dtype=torch.int32) for n in (9, 14)), torch.tensor([9, 12], dtype=torch.int32)
+    function, args, options = {
+        "dense": (fa.flash_attn_func, (q, k, v), {}),
+        "packed": (fa.flash_attn_varlen_func, (q[0], k[0], v[0], *ends, 9, 14), {}),
+        "cached": (fa.flash_attn_with_kvcache, (q, k, v), {"cache_seqlens": lengths}),
+    }[kind]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*args, causal=True, **options), function(*args, causal=True, **options))

@@ -204,6 +204,23 @@ def test_biases_of_an_installed_xformers_are_known_by_name():
         xops.memory_efficient_attention(q, q, q, Own())
 
 
+@pytest.mark.parametrize(
+    ("bias", "keys"),
+    [
+        (None, 12),
+        (xops.LowerTriangularMask(), 12),
+        (xops.LocalAttentionFromBottomRightMask(2, 1), 12),
+        (xops.BlockDiagonalMask.from_seqlens(LENGTHS_Q, LENGTHS_K, device="cpu").make_local_attention(2), 16),
+        (xops.BlockDiagonalPaddedKeysMask.from_seqlens(LENGTHS_Q, ROOM, LENGTHS_K, device="cpu"), 3 * ROOM),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_compiled_without_a_break(bias, keys):
+    q, k, v = (random(1, n, 4, 16) for n in (sum(LENGTHS_Q), keys, keys))
+    compiled = torch.compile(xops.memory_efficient_attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v, bias), xops.memory_efficient_attention(q, k, v, bias))
+
+
 Q = torch.zeros(1, 11, 4, 16)
 
 

@@ -142,6 +142,16 @@ def for_rotations():
     return {**made, "q_weight": randn(16), "k_weight": randn(16)}
 
 
+def for_rotations_in_fp8():
+    return {**for_rotations(), "q_scale": torch.tensor([0.01]), "k_scale": torch.tensor(0.02)}
+
+
+def rope_fp8(**given):
+    """Values in float32: gloo sends no FP8."""
+    found = cudnn_sdpa.rope_fp8(**given)
+    return found.q.float(), found.k.float(), found.q_amax, found.k_amax
+
+
 QKV = ("q", "k", "v")
 CASES = {
     "sdpa, batch": Case(
@@ -333,6 +343,20 @@ CASES = {
         },
         all_of(BATCH, "q", "k", "cos", "sin") | {"k_weight": R},
         [BATCH, BATCH],
+    ),
+    "rope_fp8, the batch": Case(
+        rope_fp8,
+        for_rotations_in_fp8,
+        all_of(BATCH, "q", "k", "cos", "sin") | all_of(R, "q_weight", "k_weight", "q_scale", "k_scale"),
+        [BATCH, BATCH, Partial("max"), Partial("max")],
+        trains=False,
+    ),
+    "rope_fp8, heads": Case(
+        rope_fp8,
+        for_rotations_in_fp8,
+        all_of(HEADS, "q", "k") | all_of(R, "cos", "sin", "q_weight", "k_weight", "q_scale", "k_scale"),
+        [HEADS, HEADS, Partial("max"), Partial("max")],
+        trains=False,
     ),
     "silu_mul, features": Case(
         cudnn_sdpa.silu_mul,

@@ -281,6 +281,17 @@ def test_sglang_looks_for_plugins_in_this_group():
     assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in (SGLANG / "srt/plugins/__init__.py").read_text()
 
 
+@needs_sglang
+def test_the_page_names_options_and_variables_that_sglang_has():
+    page = (ROOT / "docs" / "sglang.md").read_text()
+    options = "".join(path.read_text() for path in (SGLANG / "srt/arg_groups/fields").glob("*.py"))
+    for option in set(re.findall(r"[ `(]--([a-z]+[a-z-]*)", page)):
+        assert re.search(rf"^    {option.replace('-', '_')}: ", options, re.MULTILINE), option
+    variables = (SGLANG / "srt/environ.py").read_text()
+    for variable in set(re.findall(r"SGLANG_\w+", page)):
+        assert f"    {variable} = " in variables
+
+
 @pytest.mark.usefixtures("unregistered")
 @needs_sglang
 def test_registering_adds_a_choice_and_a_factory_once(monkeypatch):

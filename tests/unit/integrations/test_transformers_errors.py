@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from hf_models import DECODERS, SMALL, tiny
 
 import cudnn_sdpa
@@ -62,6 +63,31 @@ def test_what_no_kernel_supports_keeps_its_reasons():
     assert caught.value.what == "Gemma2Attention of layer 0 of a gemma2 model: cudnn_sdpa in transformers"
     assert caught.value.reasons == caught.value.__cause__.reasons
     assert caught.value.suggestion.startswith('attn_implementation="eager" for this model. Without cuDNN')
+
+
+def test_a_mask_of_heads():
+    with pytest.raises(UnsupportedError, match="single heads are masked out"):
+        tiny(DECODERS["llama"], NAME).bfloat16()(IDS, head_mask=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("family", "error", "words"),
+    [
+        ("Falcon", KeyError, NAME),
+        ("Deberta", ValueError, "does not support"),
+        ("Bloom", ValueError, "does not support"),
+    ],
+)
+def test_models_without_the_attention_interface(family, error, words):
+    config = getattr(transformers, f"{family}Config")(hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(error, match=words):
+        transformers.AutoModel.from_config(config, attn_implementation=NAME)
+
+
+def test_a_config_that_asks_for_attention_weights():
+    config = tiny(DECODERS["llama"], NAME).config
+    with pytest.raises(ValueError, match="output_attentions"):
+        config.output_attentions = True
 
 
 def test_a_module_without_a_config():

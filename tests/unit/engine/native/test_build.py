@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 
@@ -355,3 +356,12 @@ def test_a_killed_compiler_is_an_error(held, folder, wait_until):
     (error,) = errors
     assert not error.is_expected
     assert listed(folder) == []
+
+
+def test_a_free_threaded_python_is_refused(monkeypatch):
+    """Importing the module would enable the GIL of the whole process, or not even that."""
+    of = sysconfig.get_config_var
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else of(name))
+    with pytest.raises(CompileError, match="free-threaded Python") as raised:
+        build.check()
+    assert raised.value.is_expected

@@ -15,11 +15,12 @@ import pytest
 import torch
 from contract.operations import OPERATIONS, Example
 from fake_gpu import poisoned
-from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
+from stand_in_gpu import Kernel, KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
 
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.recorded import proof, recorder
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
@@ -101,6 +102,28 @@ def test_workspaces(workspace, stream):
         expected = [address for address, _ in allocated] or [thread.slots[0].scratch * is_own]
         assert line.split()[-2] == expected[0].to_bytes(8, "little").hex()
         assert not any(memory() is not None for _, memory in allocated)
+
+
+@pytest.mark.parametrize("mode", [loader.ON, loader.VERIFY])
+def test_plans_that_are_rarely_launched_are_not_recorded(mode, monkeypatch):
+    """C++ counts, so the launches of many shapes are no slower; `verify` looks at all."""
+    call, before = OPERATIONS["sdpa"], 7 * (mode == loader.ON)
+    with recorded_plans(call.compute, mode=mode), torch.no_grad():
+        monkeypatch.setattr(recorder, "MIN_CALLS", 7)
+        tensors, watched, watch = call.tensors(), [], recorder.Recorder.watch
+        monkeypatch.setattr(recorder.Recorder, "watch", lambda *of, **more: watched.append(1) or watch(*of, **more))
+        while not recorders():
+            call(tensors)
+        registered = KernelOfPlan.executed
+        for _ in range(before):
+            assert_right(call, tensors)
+        assert not watched
+        assert KernelOfPlan.executed == registered + before
+        for _ in range(6):
+            call(tensors)
+            wait()
+        assert watched
+        assert recorders()[0].native.is_serving
 
 
 def test_threads_without_a_context():
@@ -199,14 +222,85 @@ def test_other_host_scalars_are_executed():
             assert KernelOfPlan.executed == executed + more
 
 
+@pytest.mark.parametrize("workspace", [0, 64])
+def test_cudnn_launches_a_plan_whose_recorded_launch_fails(workspace, monkeypatch):
+    """As where another plan has lowered the shared memory that a function of both may have; `execute` raises it."""
+    with recorded_plans(OPERATIONS["sdpa"].compute, workspace=workspace) as device:
+        call = settled("sdpa")
+        execute = Kernel.launch
+
+        def repairs(self, *arguments, **options):
+            library().fail_with(0)
+            execute(self, *arguments, **options)
+
+        library().fail_with(1)
+        with monkeypatch.context() as patch, device.stream(11):
+            patch.setattr(Kernel, "launch", repairs)
+            assert_right(call)
+        executed = KernelOfPlan.executed
+        assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
+        said = "by cuDNN, because CUDA reports error 1 for its recorded launch"
+        assert said in {str(each) for each in recorders()}
+
+
+@pytest.mark.parametrize("workspace", [64, SCRATCH_BYTES + 64])
+def test_one_memset_clears_the_counters_of_many_launches(workspace, monkeypatch):
+    """On the default stream alone, whatever streams are in use between; elsewhere each launch clears its own."""
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute, workspace=workspace) as device, torch.no_grad():
+        assert_right(call)  # this thread has all of its memory
+        plan_cache.clear()
+        monkeypatch.setattr(KernelOfPlan, "counts", True)
+        monkeypatch.setattr(handles, "ZEROS_BYTES", 1024)
+        settle(lambda: assert_right(call))
+        found = recorders()[-1]
+        assert found.native.takes_zeros is (workspace < SCRATCH_BYTES)  # the space of this counter is all that follows
+        launched()
+        for number in range(11):
+            assert_right(call)
+            if number % 5 == 2:
+                with device.stream(11):
+                    assert_right(call)
+        memsets = [line for line in launched() if line.startswith("memset")]
+        assert len(memsets) == 11 // 4 + 1 + 2 if found.native.takes_zeros else 13
+
+
 def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
     with recorded_plans(OPERATIONS["sdpa"].compute):
         call = settled("sdpa")
         library().fail_with(719)
-        with pytest.raises(ExecutionError, match=r"could not launch .*CUDA reports error 719 for a recorded launch"):
-            call(call.tensors())
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"could not launch .*the driver reports error 719"):
+                call(call.tensors())
         library().fail_with(0)
         assert_right(call)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_results_that_are_compared_have_room_for_all_rows_of_packed_tensors(is_long):
+    """Sequences may begin behind the memory of a batch of the maximum length, as those of a slice of the offsets."""
+    call, sizes = OPERATIONS["sdpa_varlen"], []
+    tensors = call.tensors()
+    if is_long:
+        tensors["q"] = torch.randn(3000, 4, 16).to(torch.bfloat16)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            tensors[name] = tensors[name][:2].clone()
+    with providers("cudnn"), recorded_plans(call.compute, workspace=0), torch.no_grad():
+        allocate = proof.allocate
+
+        def notes(shape, stride, dtype):
+            sizes.append(shape[0] * dtype.itemsize)
+            return allocate(shape, stride, dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proof, "allocate", notes)
+            settle(lambda: call(tensors))
+        (plan,) = plan_cache.plans()
+        assert str(plan.recorder).startswith("as recorded")
+    rows = tensors["q"].shape[0]
+    assert max(sizes) == rows * 4 * 24 * 2
+    assert is_long is (plan.key.outputs[0].layout.shape[0] * plan.key.outputs[0].layout.shape[2] < rows)
 
 
 def test_an_evicted_plan_is_freed_and_recorded_again():
@@ -307,4 +401,4 @@ with native_way(), real_plans(call.compute):
 assert not [name for name in sys.modules if "engine.recorded" in name]
 """
     path = os.pathsep.join(sys.path)
-    run_python(code, fresh=True, PYTHONPATH=path, CUDNN_SDPA_RECORDED=None)
+    run_python(code, fresh=True, PYTHONPATH=path, CUDNN_SDPA_RECORDED="off")

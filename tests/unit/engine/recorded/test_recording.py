@@ -10,9 +10,12 @@ import contextlib
 import ctypes
 import gc
 import random
+import struct
+import threading
 import weakref
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +35,9 @@ from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.plan import Plan
 
 WORDS = 64
+APART = 512  #: where a counter is that lies apart from all other data in the workspace
 SCALE = 0.75
+SIZES = [4 * WORDS]  #: bytes of its result
 LAYOUT = TensorLayout.contiguous((1, WORDS), torch.float32)
 SCALAR = TensorLayout.contiguous((1, 1), torch.float32)
 
@@ -63,13 +68,18 @@ class Engine:
         calls: How often it was executed, captures included.
     """
 
-    engine, knobs, workspace = "eng0", {}, 4 * (WORDS + 4)
+    engine, knobs, workspace = "eng0", {}, APART + 64
 
     def __init__(self, *faults: str, extra: list[str] | None = None) -> None:
         self.faults, self.calls = set(faults), 0
         self.products = Kernel("products", own_kernel("products"), [8, 8, 8, 4, 4])
         self.other = Kernel("products_of_aligned", own_kernel("products"), [8, 8, 8, 4, 4])
         self.noted = Kernel("products_noted", own_kernel("products"), [8, 8, 8, 4, 4, 8])
+        self.halves = Kernel("products_of_halves", own_kernel("products"), [8, 8, 8, 4, 4, 16])
+        self.products_apart = Kernel("products_apart", own_kernel("products_apart"), [8, 8, 8, 4, 4, 8])
+        self.finish_apart = Kernel("finish_apart", own_kernel("finish_apart"), [128, 8, 8])
+        self.products_beside = Kernel("products_beside", own_kernel("products_beside"), [8, 8, 8, 4, 4, 8])
+        self.finish_elsewhere = Kernel("finish_elsewhere", own_kernel("finish_elsewhere"), [128, 8, 8])
         self.start = Kernel("start", own_kernel("start"), [8])
         self.finish = Kernel("finish", own_kernel("finish"), [128, 8])
         self.foreign = torch.zeros(64)
@@ -83,12 +93,44 @@ class Engine:
     def execute(self, address, count, workspace, handle, index):
         assert (count, index) == (4, -1)
         library().make_context_current()
+        self.host_scalar = ctypes.c_uint64.from_address(address + 16).value
         a, b, scale, out = (ctypes.c_uint64 * 4).from_address(address)
         self.launch(_Handle.all[handle].stream, a, b, ctypes.c_float.from_address(scale).value, out, workspace)
+
+    def kernel_of_products(self, a, b, out):
+        """It, and what more arguments it gets."""
+        noted = {
+            "a counter": self.calls,
+            "half an address": a & 0xFFFF0000,
+            "upper half": out >> 32,
+            "host memory": self.host_scalar,
+            "foreign memory": self.foreign.data_ptr() + 64,
+        }
+        if found := self.faults & set(noted):
+            return self.noted, [word(noted[found.pop()])]
+        if "swapped halves" in self.faults:
+            return self.halves, [struct.pack("<4I", a >> 32, a % 2**32, b >> 32, b % 2**32)]
+        is_aligned = {"by alignment": not (a | b | out) % 256, "by alignment to 32": not a % 32}
+        return self.other if any(is_aligned[fault] for fault in self.faults & set(is_aligned)) else self.products, []
+
+    def kernels(self, a, b, out, workspace):
+        """Both kernels, and arguments of theirs."""
+        if "apart" not in self.faults:
+            products, more = self.kernel_of_products(a, b, out)
+            return products, self.finish, more, []
+        counter = [word(workspace + APART)]
+        products = self.products_beside if "beside" in self.faults else self.products_apart
+        return (
+            products,
+            self.finish_elsewhere if "also elsewhere" in self.faults else self.finish_apart,
+            counter,
+            counter,
+        )
 
     def launch(self, stream, a, b, scale, out, workspace):
         self.calls += 1
         is_captured, faults = library().is_captured(stream), self.faults
+        cleared = workspace + APART * ("apart" in faults)
         if "refuses in captures" in faults and is_captured:
             raise RuntimeError("cuDNN: CUDNN_STATUS_EXECUTION_FAILED")
         if is_captured and "swapped in captures" in faults:
@@ -96,18 +138,15 @@ class Engine:
         if "kernels alone" in faults:
             self.start.launch(stream, word(workspace), attributes={OVERLAPS: 1})
         elif not (is_captured and "no memset in captures" in faults):
-            assert not library().cuMemsetD32Async(workspace, 0, 2, stream)
+            assert not library().cuMemsetD32Async(cleared, 0, 2, stream)
         if "host work" in faults and is_captured:
             library().enqueue_host_work(stream)
+        if "endless" in faults and is_captured:
+            for _ in range(70):
+                self.start.launch(stream, word(workspace))
         if "side by side" in faults and is_captured:
             library().fork_stream(stream)
-        products, more = self.products, []
-        if "by alignment" in faults and not (a | b | out) % 256:
-            products = self.other
-        if faults & {"a counter", "foreign memory", "half an address"}:
-            products = self.noted
-            more = [word(self.calls)] if "a counter" in faults else [word(self.foreign.data_ptr() + 64)]
-            more = [word(a & 0xFFFF0000)] if "half an address" in faults else more
+        products, finish, more, counter = self.kernels(a, b, out, workspace)
         if "another kernel" in faults and is_captured and not self.calls % 3:
             products = self.other
         first = {OVERLAPS: 1} if "behind a memset" in faults else {}
@@ -123,7 +162,7 @@ class Engine:
         # Unaligned, as in a structure, among bytes that are the same in each launch.
         more = word(self.foreign.data_ptr() + 64) if "foreign memory, unaligned" in faults else bytes(8)
         description = bytes(range(20)) + word(out) + more + bytes(92)
-        self.finish.launch(stream, description, word(workspace), blocks=9, attributes=second)
+        finish.launch(stream, description, word(workspace), *counter, blocks=9, attributes=second)
         if not is_captured and "random" in faults:
             ctypes.c_float.from_address(out).value += random.random()
 
@@ -162,19 +201,19 @@ class Call:
 
     def watched(self, operands: list[torch.Tensor] | None = None, scale: float = SCALE) -> torch.Tensor:
         operands = self.operands() if operands is None else operands
-        self.recorder.watch(self.plan, self.pointers(operands, scale))
+        self.recorder.watch(self.plan, self.pointers(operands, scale), SIZES)
         wait()
         assert_right(operands, scale)
         return operands[2]
 
-    def recorded(self, operands: list[torch.Tensor], stream: int = 0) -> torch.Tensor:
+    def recorded(self, operands: list[torch.Tensor], stream: int = 0, zeros: int = 0) -> torch.Tensor:
         pointers = self.pointers(operands).tolist()
         assert self.recorder.native.serves(pointers)
         workspace = torch.full((self.plan.workspace,), 0xEE, dtype=torch.uint8)
-        assert not self.recorder.native.launch(pointers, workspace.data_ptr(), stream)
+        assert not self.recorder.native.launch(pointers, workspace.data_ptr(), stream, zeros)
         return operands[2].clone()
 
-    def settle(self, most: int = 8) -> str:
+    def settle(self, most: int = 16) -> str:
         for _ in range(most):
             if not self.recorder.native.is_watched:
                 break
@@ -240,6 +279,32 @@ def test_a_recorded_launch_asks_the_driver_for_what_execute_asks_for(module, dev
     assert call.engine.calls == executed + 4
 
 
+def test_zeros_take_the_place_of_a_counter_that_a_memset_clears(module, device):
+    """Launches count there alone, and clear nothing."""
+    call = Call(module, device, "apart")
+    assert call.settle() == "as recorded (kernels: 2, memsets: 1)"
+    native = call.recorder.native
+    assert native.takes_zeros
+    assert native.counters == [[APART, 8, 0]]
+    for zeros in torch.zeros(3, native.zeros, dtype=torch.uint8):
+        launched()
+        operands = call.operands()
+        call.recorded(operands, zeros=zeros.data_ptr())
+        assert_right(operands)
+        assert not [line for line in launched() if line.startswith("memset")]
+        assert zeros[:4].view(torch.int32).item() == 1
+        assert not zeros[4:].any()
+
+
+@pytest.mark.parametrize("kinds", [(), ("kernels alone",), ("apart", "also elsewhere"), ("apart", "beside")])
+def test_zeros_are_for_counters_alone(module, device, kinds):
+    """Kernels use other data from there on, or clear it, or count in the workspace, too, or use what is behind."""
+    call = Call(module, device, *kinds)
+    assert call.settle().startswith("as recorded")
+    assert not call.recorder.native.takes_zeros
+    assert bool(call.recorder.native.counters) == ("apart" in kinds)
+
+
 def test_a_kernel_behind_a_memset_does_not_overlap(module, device):
     """Only kernels have programmatic edges: its attribute is not seen, and changes nothing."""
     call = Call(module, device, "behind a memset")
@@ -254,9 +319,13 @@ DISQUALIFIED = {
     "swapped in captures": "its recorded launch had other results",
     "no memset in captures": "its recorded launch had other results",
     "host work": "it enqueues more than kernels and memsets: a node of type 3",
+    "endless": "it launches too much: 146 nodes",
     "side by side": "it launches side by side",
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
+    "host memory": "byte 0 of argument 5 moves with no operand: products_noted",
+    "upper half": "it uses half an address: products_noted",
+    "swapped halves": "byte 0 of argument 5 moves with no operand: products_of_halves",
     "foreign memory": "it uses memory that is no operand's: products_noted",
     "foreign memory, unaligned": "it uses memory that is no operand's: finish",
     "hidden arguments": "a kernel's arguments: CUDA reports error 400",
@@ -269,8 +338,8 @@ DISQUALIFIED = {
 def test_what_disqualifies_a_plan(module, device, fault):
     call = Call(module, device, fault)
     if fault == "random":
-        for _ in range(4):
-            call.recorder.watch(call.plan, call.pointers(call.operands()))
+        for _ in range(6):
+            call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
             wait()
     else:
         call.settle()
@@ -282,7 +351,7 @@ def test_what_disqualifies_a_plan(module, device, fault):
 
 def test_an_engine_that_chooses_by_alignment_is_recorded_for_its_best(module, device):
     call = Call(module, device, "by alignment")
-    for _ in range(4):
+    for _ in range(6):
         call.watched(call.operands(256))
     assert str(call.recorder).startswith("as recorded")
     launched()
@@ -291,6 +360,16 @@ def test_an_engine_that_chooses_by_alignment_is_recorded_for_its_best(module, de
     a, b, out = call.operands(256)
     for moved in ([a[4:], b, out], [a, b[8:], out], [a, b, out[4:]]):
         assert not call.recorder.native.serves(call.pointers(moved).tolist())
+
+
+def test_a_kernel_for_any_coarser_alignment_serves_no_other(module, device):
+    """Chance must not hide it: of addresses that are multiples of 16, half are multiples of 32."""
+    for _ in range(12):
+        call = Call(module, device, "by alignment to 32")
+        call.settle()
+        a, b, out = call.operands(256)
+        assert not call.recorder.native.serves(call.pointers([a[4:], b, out]).tolist())
+        assert "products_of_aligned" in call.recorder.native.names
 
 
 def test_addresses_that_never_have_the_alignment_end_the_proof(module, device, monkeypatch):
@@ -330,7 +409,7 @@ def test_results_of_zeros_prove_nothing(module, device, monkeypatch):
     for fault, nonzero in (("swapped in captures", True), ("", True), ("", False)):
         call = Call(module, device, fault)
         zeros = torch.full((WORDS,), -1.0)  # plus 1 is 0
-        for _ in range(4):
+        for _ in range(6):
             operands = call.operands(zeros=True)
             operands[0].copy_(zeros / SCALE)
             call.watched(operands)
@@ -342,8 +421,8 @@ def test_results_of_zeros_prove_nothing(module, device, monkeypatch):
         else:
             operands = call.operands(zeros=True)
             operands[0].copy_(zeros / SCALE)
-            call.watched(operands)
-            call.watched(operands)
+            for _ in range(6):
+                call.watched(operands)
             assert "all zeros" in str(call.recorder)
 
 
@@ -353,13 +432,108 @@ def test_nothing_is_recorded_while_the_calls_stream_is_captured(module, device, 
     with device.stream(11):
         device.capturing = True
         for _ in range(3):
-            call.recorder.watch(call.plan, call.pointers(call.operands()))
+            call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
             wait()
         assert call.engine.calls == 3
         device.capturing = False
         captured = plans.captured_plans[:]
     call.settle()
     assert captured == plans.captured_plans == [call.plan]
+
+
+def test_a_plan_that_is_evicted_before_its_turn_is_not_recorded(module, device):
+    call, go = Call(module, device), threading.Event()
+    recorder._in_background(go.wait)
+    call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
+    call.plan.held = False
+    go.set()
+    wait()
+    assert str(call.recorder) == "by cuDNN, because it is evicted"
+    assert call.engine.calls == 1
+
+
+def test_nothing_is_allocated_on_a_full_gpu(module, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 40))
+    monkeypatch.setattr(captures, "allocate", None)
+    call = Call(module, device)
+    call.watched()
+    needed = captures.SPREAD + 4 * (4 * WORDS + call.plan.workspace)
+    why = f"the GPU has {1 << 20} bytes of free memory; recording it takes {needed}"
+    assert str(call.recorder) == f"by cuDNN, because {why}"
+
+
+def test_the_interpreter_does_not_end_later_for_what_is_to_be_recorded(run_python):
+    code = """
+import time
+from cudnn_sdpa.engine.recorded import recorder
+for _ in range(100):
+    recorder._in_background(lambda: (print("recorded", flush=True), time.sleep(0.2)))
+"""
+    assert 1 <= run_python(code, fresh=True).stdout.count("recorded") < 4
+
+
+def test_a_stream_that_others_may_use_is_not_captured(monkeypatch):
+    monkeypatch.setattr(handles, "_loaders", {})
+    monkeypatch.setattr(handles, "_streams", {})
+    monkeypatch.setattr(handles, "_shared", set())
+    monkeypatch.setattr(handles.backend, "new_stream", lambda: None)
+    monkeypatch.setattr(handles.backend, "create_handle", lambda: SimpleNamespace(backend_handle=5))
+    monkeypatch.setattr(handles.backend, "set_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=88))
+    with handles.loading_handle(0):
+        pass
+    with (
+        pytest.raises(ExecutionError, match="no stream can be made that nobody else uses"),
+        handles.capturing_handle(0),
+    ):
+        pass
+
+
+def test_a_verdict_is_awaited_by_calls_that_cudnn_launches(module, device, monkeypatch):
+    known = []
+    monkeypatch.setattr(proof.Verdict, "is_known", lambda _: bool(known))
+    call = Call(module, device)
+    for _ in range(6):
+        call.watched()
+    assert str(call.recorder) == "by cuDNN, because it is not recorded yet"
+    assert call.engine.calls == 6 + captures.LAUNCHES + 2
+    known.append(True)
+    call.watched()
+    assert call.recorder.native.is_serving
+
+
+def test_kernels_that_seldom_add_in_another_order_raise_no_alarm(module, device, monkeypatch, caplog):
+    """A recorded launch that differs in all comparisons is wrong; after one that differs at times it is not known."""
+    for differs, level in (([1, 1, 1], "WARNING"), ([1, 0], "INFO"), ([1, 1, 0], "INFO")):
+        call, left = Call(module, device), differs[:]
+        monkeypatch.setattr(proof.Verdict, "read", lambda _, left=left: [False, bool(left.pop(0)), True, False])
+        caplog.clear()
+        with caplog.at_level("INFO", "cudnn_sdpa"):
+            call.settle()
+        assert not left
+        assert not call.recorder.native.is_serving
+        assert (
+            str(call.recorder)
+            == f"by cuDNN, because its recorded launch had other results{' at times' * (0 in differs)}"
+        )
+        assert [record.levelname for record in caplog.records if "had other" in record.message] == [level]
+
+
+@pytest.mark.usefixtures("device")
+def test_every_result_must_tell_something():
+    """An LSE does, and results beside it are zeros where values are."""
+    native = SimpleNamespace(launch=lambda *_: 0, zeros=0)
+    for second in (0, 1):
+
+        def launch(pointers, second=second):
+            for address, value in zip(pointers[len(KEY.inputs) :], (1, second), strict=True):
+                ctypes.memset(address, value, 20)
+
+        native.launch = lambda pointers, *_, launch=launch: launch(pointers)
+        plan = SimpleNamespace(key=KEY, launch=launch, workspace=0, device=0)
+        found = proof.compare(native, plan, [0] * 4, [20, 20])
+        assert found.tolist() == [False, False, bool(second), False]
 
 
 def test_a_recording_keeps_no_plan(module, device, monkeypatch):
@@ -425,8 +599,8 @@ def test_verifying_compares_every_call(device):
     for fault in ("", "swapped in captures", "no memset in captures"):
         with stand_in_driver(loader.VERIFY) as module, pytest.MonkeyPatch.context() as patch:
             call = Call(module, device, fault)
-            patch.setattr(proof, "read", lambda *_: [False, False, True])
-            for _ in range(2):
+            patch.setattr(proof.Verdict, "read", lambda _: [False, False, True, False])
+            for _ in range(3):
                 call.watched()
             memsets = int("no memset" not in fault)
             assert str(call.recorder) == f"as recorded (kernels: 2, memsets: {memsets}), each compared with cuDNN's"
@@ -439,7 +613,7 @@ def test_verifying_compares_every_call(device):
                 call.watched()
             call.engine.faults.add("random")  # not comparable
             operands = call.operands()
-            call.recorder.watch(call.plan, call.pointers(operands))
+            call.recorder.watch(call.plan, call.pointers(operands), SIZES)
 
 
 def test_a_function_that_was_unloaded_is_an_error(module, device):
@@ -482,14 +656,14 @@ def test_comparisons_allocate_although_another_thread_captures(device, monkeypat
     monkeypatch.setattr(proof, "compare", compare)
     with stand_in_driver(loader.VERIFY) as module:
         call = Call(module, device)
-        for _ in range(3):  # recorded, proved, verified
+        for _ in range(4):  # recorded, proved, known, verified
             call.watched()
     assert seen == [True, True]
 
 
 def test_pinned_memory_is_freed_before_the_stream_may_be_captured(monkeypatch):
     """PyTorch records an event on the streams that have used it, and asks for that event later."""
-    made, freed, empty = [], [], torch.empty
+    made, freed, taken, empty = [], [], [], torch.empty
 
     @contextlib.contextmanager
     def capturing_handle(_):
@@ -510,9 +684,13 @@ def test_pinned_memory_is_freed_before_the_stream_may_be_captured(monkeypatch):
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
-    monkeypatch.setattr(proof, "marked", Mark)
-    assert proof.read(torch.tensor([True, False, True]), Mark(), 0) == [True, False, True]
+    monkeypatch.setattr(proof, "_mark", Mark)
+    monkeypatch.setattr(proof, "take_memory", lambda _, size: taken.append(size) or empty(256, dtype=torch.uint8))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: taken.append(stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: 11)
+    assert proof.Verdict(torch.tensor([True, False, True]), 0).read() == [True, False, True]
     assert freed == [True]
+    assert taken == [3, 11]
 
 
 def test_an_unknown_mode_is_refused(monkeypatch):

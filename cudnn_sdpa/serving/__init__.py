@@ -1,0 +1,1 @@
+"""What a decode step computes besides attention, where operations of attention and fused ones share a kernel."""
