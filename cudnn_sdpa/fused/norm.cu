@@ -212,7 +212,7 @@ __device__ __forceinline__ Parts parts_of(
   return found;
 }
 
-#if THREADS == 1024 /* NVRTC would aim at two blocks at once, with spills */
+#if THREADS == 1024 && HELD == 1 /* NVRTC would aim at two blocks at once, with spills */
 #define BOUNDS __launch_bounds__(THREADS, 1)
 #else
 #define BOUNDS __launch_bounds__(THREADS)
