@@ -180,6 +180,7 @@ def bench_fused(
         FusedPart.NORMS: ("rms_norm, bfloat16, interleaved, median", fused_peers.norms),
         FusedPart.GATES: ("silu_mul, bfloat16, interleaved, median", fused_peers.gates),
         FusedPart.ROTATIONS: ("rope, bfloat16, interleaved, median", fused_peers.rotations),
+        FusedPart.FEW_ROWS: ("Gradients of rms_norm of few rows, bfloat16, interleaved, median", fused_peers.few_rows),
     }
     _measure("fused", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
 
@@ -214,6 +215,7 @@ def bench_conv(
 
     measures: dict[ConvPart, tuple[str, Measure]] = {
         ConvPart.FORWARD: ("conv2d, bfloat16, channels last", convolutions.forward),
+        ConvPart.ACTIVATIONS: ("SiLU within conv2d, and behind it", convolutions.activations),
         ConvPart.BACKWARD: ("Gradients of conv2d, bfloat16, channels last", convolutions.backward),
         ConvPart.PROPOSALS: ("All plans that cuDNN proposes for conv2d with bias and SiLU", proposals.convolutions),
     }

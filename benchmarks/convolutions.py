@@ -17,6 +17,7 @@ from benchmarks.tools.timing import Call, device_times
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.fused.conv_graphs import channels_last
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.providers import CUDNN, providers
 
 
 class Sizes(TypedDict):
@@ -69,15 +70,38 @@ CASES = (
     Case(batch=64, channels=3, size=224, filters=1024, extent=14, stride=14),
 )
 
+#: Another of as many operations as one of those, where its activation is faster within the convolution.
+MORE = Case(batch=4, channels=640, size=48, filters=640, extent=3, padding=1)
+
 
 def forward() -> list[Row]:
     """The convolution alone, and with bias and SiLU, with cuDNN's first choice and tuned."""
     return [_forward(case) for case in track(CASES, "convolutions", transient=True)]
 
 
+def activations() -> list[Row]:
+    """SiLU within the convolution's kernel, and in one of its own."""
+    return [_activation(case) for case in track((*CASES[:-1], MORE), "activations", transient=True)]
+
+
 def backward() -> list[Row]:
     """The gradients of x, weight and bias, with cuDNN's first choice and tuned."""
     return [_backward(case) for case in track(CASES, "convolutions", transient=True)]
+
+
+def _activation(case: Case) -> Row:
+    x, weight, bias = case.inputs()
+
+    def fused() -> Tensor:
+        return conv2d(x, weight, bias, **case.sizes, activation="silu")
+
+    def separate() -> Tensor:
+        return F.silu(conv2d(x, weight, bias, **case.sizes))
+
+    with torch.no_grad(), providers(CUDNN):
+        cases.check_agreement(["out"], [fused()], [separate()], "the separate one's")
+        times = device_times({"fused": fused, "separate": separate})
+    return {"convolution": case.label} | {f"{name} µs": time for name, time in times.items()}
 
 
 @contextmanager

@@ -32,6 +32,7 @@ CANDIDATES = (OURS, OWN, CUDNN, *PEERS, COPY)
 
 NORMS = (*fused.NORMS, (1, 4096))
 GATES = (*fused.GATES, (1, 14336))
+FEW_ROWS = ((1, 4096), (2, 4096), (4, 4096))
 
 #: Sequences, tokens, heads of queries and of keys, head dim.
 ROTATIONS = ((4, 4096, 32, 8, 128), (1, 4096, 64, 8, 128), (64, 1, 32, 8, 128), (8, 2048, 16, 16, 64))
@@ -73,6 +74,12 @@ def norms() -> list[Row]:
         rows.append(_forward("norm of a sum", given, _residual_norm, fused.pytorch_add_rms_norm, of_quack))
         rows.append(_backward("gradients of norm", (x, weight), _norm, fused.pytorch_rms_norm, theirs))
     return rows
+
+
+def few_rows() -> list[Row]:
+    """Gradients of `rms_norm` of few rows."""
+    shapes = track(FEW_ROWS, "few rows", transient=True)
+    return [_backward("gradients of norm", fused.norm_inputs(*x), _norm, fused.pytorch_rms_norm, {}) for x in shapes]
 
 
 def gates() -> list[Row]:

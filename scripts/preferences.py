@@ -1,7 +1,8 @@
 """Writes the table of measured preferences out of the JSON of the benchmarks.
 
 Rows for `sdpa_paged` have ranges, which people choose, and the times of a step of `benchmarks decode`. Those for `sdpa`
-are the calls of `benchmarks providers`. Those of norms and gates have the times of a call of `benchmarks fused`.
+are the calls of `benchmarks providers`. Those of norms and gates have the times of a call of `benchmarks fused`, and
+those of convolutions the times of one of `benchmarks conv`; people choose what they are for.
 
 python scripts/preferences.py            # write it
 python scripts/preferences.py --check    # exit with 1 if the table is another
@@ -21,12 +22,18 @@ from benchmarks import providers
 from benchmarks.peers import Configuration
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, FULL, WINDOW
 from cudnn_sdpa.attention.varlen.specs import sequence_bucket
-from cudnn_sdpa.plans.providers import CUDNN, FLASH4, OWN
+from cudnn_sdpa.plans.providers import CUDNN, FLASH4
 
 TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
 DECODE, PROVIDERS = "decode-h100", "providers-h100"
-FUSED = {"norms": "fused-norms-h200", "gates": "fused-gates-h200"}
+#: Files of the other functions, and the parts of these.
+FUSED = {
+    "norms": ("fused-norms-h200", "norms"),
+    "gates": ("fused-gates-h200", "gates"),
+    "few_rows": ("fused-few-rows-h200", "few_rows"),
+    "convolutions": ("conv-activations-h200", "activations"),
+}
 SM = 90  # of the GPUs of all
 
 LABEL, OWN_US, CUDNN_US = "sequences × new tokens on keys", "sdpa_paged_varlen µs", "sdpa_paged on cuDNN µs"
@@ -50,8 +57,8 @@ def render(text: str) -> str:
         _section("sdpa_paged", DECODE, decode, paged),
         _section("sdpa", PROVIDERS, of_providers, rows(of_providers)),
         *(
-            _section(part, name, data, rows_of_fused(json.loads(text)[part]["rows"], data[part]))
-            for part, name in FUSED.items()
+            _section(function, name, data, rows_of_fused(json.loads(text)[function]["rows"], data[part]))
+            for function, (name, part) in FUSED.items()
             for data in (measured(name),)
         ),
     ]
@@ -73,9 +80,13 @@ def rows_for_pages(ranges: list[Row], data: Row) -> list[Row]:
 
 
 def rows_of_fused(choices: list[Row], measured_rows: list[Row]) -> list[Row]:
-    """Rows with the times of their call; people choose that, and the faster provider of all calls of the function."""
-    calls = {row["call"]: row for row in measured_rows}
-    return [row | {f"{name}_us": round(calls[row["of"]][f"{name} µs"], 1) for name in (OWN, CUDNN)} for row in choices]
+    """Rows with the times of their call; people choose that, and what all calls like it do."""
+    calls = {str(next(iter(row.values()))): row for row in measured_rows}
+
+    def of_call(name: str, call: Row) -> float:
+        return round(call[f"{name.removesuffix('_us')} µs"], 1)
+
+    return [row | {name: of_call(name, calls[row["of"]]) for name in row if name.endswith("_us")} for row in choices]
 
 
 def rows(data: Row) -> list[Row]:

@@ -68,12 +68,14 @@ class FusedPart(str, Enum):
     NORMS = "norms"
     GATES = "gates"
     ROTATIONS = "rotations"
+    FEW_ROWS = "few_rows"
 
 
 class ConvPart(str, Enum):
     """Parts of `benchmarks conv`."""
 
     FORWARD = "forward"
+    ACTIVATIONS = "activations"
     BACKWARD = "backward"
     PROPOSALS = "proposals"
 

@@ -1,11 +1,10 @@
 /* Activations of rows: f(gate) times up, or f(gate) alone; and their gradients.
  *
- * KIND: 0 for SiLU, 1 for GELU, 2 for the square of ReLU. A thread computes AT_ONCE units, whose loads are in flight
- * together. Other macros: see rows.cuh.
+ * KIND: 0 for SiLU, 1 for GELU, 2 for the square of ReLU. FLAT: all rows lie one behind the other in memory, in less
+ * than 2^32 units. UP: there is an `up`, and GRAD_UP: its gradient is wanted. EVEN: every thread of a call has a unit, of
+ * which each computes one. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
-
-#define THREADS 128 /* as in activation_kernels.py */
 
 /* Rows, and units from one to the next. */
 struct Rows {
@@ -15,11 +14,11 @@ struct Rows {
 
 struct Gated {
   Rows gate;
-  Rows up;        /* null: ones */
+  Rows up;        /* with UP; ones without */
   Rows grad;      /* backward: of the output */
   Rows out;
-  Rows grad_gate; /* null: not wanted */
-  Rows grad_up;   /* null: not wanted */
+  Rows grad_gate;
+  Rows grad_up;   /* with GRAD_UP */
   number rows;
   number units;   /* of a row */
 };
@@ -47,69 +46,72 @@ __device__ __forceinline__ float slope(float x) {
 #endif
 }
 
-/* A unit of a call: the row, and the unit of the row. */
+/* A unit of a call: where it is in rows. */
+#if FLAT
+struct Place {
+  unsigned unit;
+
+  __device__ __forceinline__ Place(const Gated&) : unit(blockIdx.x * THREADS + threadIdx.x) {}
+
+  __device__ __forceinline__ bool is_there(const Gated& a) const { return EVEN || unit < (unsigned)a.units; }
+
+  __device__ __forceinline__ number in(const Rows&) const { return unit; }
+};
+#else
 struct Place {
   number row, unit;
 
-  __device__ __forceinline__ Place(const Gated& a, number index) {
+  __device__ __forceinline__ Place(const Gated& a) {
+    const number index = (number)blockIdx.x * THREADS + threadIdx.x;
     if (a.rows == 1) {
-      row = 0, unit = index;
+      row = 0;
     } else if (a.rows * a.units < (1ll << 32)) {
-      row = (unsigned)index / (unsigned)a.units, unit = index - row * a.units;
+      row = (unsigned)index / (unsigned)a.units;
     } else {
-      row = index / a.units, unit = index - row * a.units;
+      row = index / a.units;
     }
+    unit = index - row * a.units;
+  }
+
+  __device__ __forceinline__ bool is_there(const Gated& a) const {
+    return EVEN || (row < a.rows && unit < a.units);
   }
 
   __device__ __forceinline__ number in(const Rows& x) const { return row * x.row + unit; }
 };
-
-#define FOR_UNITS(i, index)                      \
-  _Pragma("unroll") for (int i = 0; i < AT_ONCE; ++i) \
-    for (number index = first + i * THREADS; index < total; index = total)
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) activate(const Gated a) {
-  const number first = (number)blockIdx.x * (THREADS * AT_ONCE) + threadIdx.x, total = a.rows * a.units;
-  Raw<DTYPE> gate[AT_ONCE], up[AT_ONCE];
-  FOR_UNITS(i, index) {
-    const Place at(a, index);
-    gate[i].read(a.gate.base, at.in(a.gate));
-    if (a.up.base) up[i].read(a.up.base, at.in(a.up));
-  }
-  FOR_UNITS(i, index) {
-    float x[UNIT], factor[UNIT];
-    gate[i].get(x), up[i].get(factor);
+  const Place at(a);
+  if (!at.is_there(a)) return;
+  Raw<DTYPE> gate, up, out;
+  gate.read(a.gate.base, at.in(a.gate));
+  if (UP) up.read(a.up.base, at.in(a.up));
+  float x[UNIT], factor[UNIT];
+  gate.get(x), up.get(factor);
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) x[j] = a.up.base ? activated(x[j]) * factor[j] : activated(x[j]);
-    Raw<DTYPE> out;
-    out.set(x);
-    out.write(a.out.base, Place(a, index).in(a.out));
-  }
+  for (int j = 0; j < UNIT; ++j) x[j] = UP ? activated(x[j]) * factor[j] : activated(x[j]);
+  out.set(x);
+  out.write(a.out.base, at.in(a.out));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Gated a) {
-  const number first = (number)blockIdx.x * (THREADS * AT_ONCE) + threadIdx.x, total = a.rows * a.units;
-  Raw<DTYPE> grad[AT_ONCE], gate[AT_ONCE], up[AT_ONCE];
-  FOR_UNITS(i, index) {
-    const Place at(a, index);
-    grad[i].read(a.grad.base, at.in(a.grad));
-    gate[i].read(a.gate.base, at.in(a.gate));
-    if (a.up.base) up[i].read(a.up.base, at.in(a.up));
-  }
-  FOR_UNITS(i, index) {
-    float x[UNIT], factor[UNIT], dy[UNIT], of_factor[UNIT];
-    gate[i].get(x), up[i].get(factor), grad[i].get(dy);
+  const Place at(a);
+  if (!at.is_there(a)) return;
+  Raw<DTYPE> grad, gate, up, found;
+  grad.read(a.grad.base, at.in(a.grad));
+  gate.read(a.gate.base, at.in(a.gate));
+  if (UP) up.read(a.up.base, at.in(a.up));
+  float x[UNIT], factor[UNIT], dy[UNIT], of_factor[UNIT];
+  gate.get(x), up.get(factor), grad.get(dy);
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-      of_factor[j] = dy[j] * activated(x[j]);
-      x[j] = (a.up.base ? dy[j] * factor[j] : dy[j]) * slope(x[j]);
-    }
-    const Place at(a, index);
-    Raw<DTYPE> found;
-    found.set(x);
-    found.write(a.grad_gate.base, at.in(a.grad_gate));
-    if (!a.grad_up.base) continue;
-    found.set(of_factor);
-    found.write(a.grad_up.base, at.in(a.grad_up));
+  for (int j = 0; j < UNIT; ++j) {
+    of_factor[j] = dy[j] * activated(x[j]);
+    x[j] = (UP ? dy[j] * factor[j] : dy[j]) * slope(x[j]);
   }
+  found.set(x);
+  found.write(a.grad_gate.base, at.in(a.grad_gate));
+  if (!GRAD_UP) return;
+  found.set(of_factor);
+  found.write(a.grad_up.base, at.in(a.grad_up));
 }

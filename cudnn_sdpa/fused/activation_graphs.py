@@ -265,7 +265,7 @@ def _by_own_kernels(
     """The key of an activation's plan by own kernels, or of its gradients', and why; None where cuDNN serves."""
     values, results, static = given
     is_backward = operation is own_activation_gradients
-    kernel, why = own.choice("gate", target, is_backward=is_backward, has_engine=True)
+    kernel, why = own.choice("gate", target, results[0].shape, is_backward=is_backward, has_engine=True)
     if is_backward and kind != SILU:
         kernel, why = OWN, "own kernels: cuDNN has no graph of these gradients"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:

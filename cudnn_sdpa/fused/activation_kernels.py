@@ -21,10 +21,11 @@ SILU, GELU, RELU_SQUARED = range(3)  #: the macro KIND
 
 _ROWS = ("gate", "up", "grad", "out", "grad_gate", "grad_up")  #: fields of the argument that are rows
 
-_THREADS = 128  #: of a block, as in the source
+#: Bytes of a unit of a call with few bytes in each tensor, and how few, forward and backward: more threads share them.
+_NARROW = {"activate": (8, 132 << 11), "gradients": (4, 132 << 15)}
 
-#: Units of a thread, and units of a call from which there is more than one.
-_AT_ONCE, _MANY = 2, 132 * 2048
+#: Threads of a block, and of one where units are narrow.
+_THREADS, _MORE_THREADS = 128, 256
 
 
 @functools.cache
@@ -50,27 +51,34 @@ def _program(key: PlanKey, kernel: str, fields: Mapping[str, str], results: Sequ
     operands += list(zip(key.outputs, results, strict=False))
     layouts = {field: x.layout for x, field in operands}
     gate = layouts["gate"]
-    if all(x.stride == contiguous_stride(x.shape) for x in layouts.values()):
-        layouts = dict.fromkeys(layouts, TensorLayout.contiguous((1, math.prod(gate.shape)), gate.dtype))
-    unit, (rows, length) = _unit(layouts.values()), layouts["gate"].shape
+    count = math.prod(gate.shape)
+    is_flat = count < 1 << 32 and all(x.stride == contiguous_stride(x.shape) for x in layouts.values())
+    if is_flat:
+        layouts = dict.fromkeys(layouts, TensorLayout.contiguous((1, count), gate.dtype))
+    size, few = _NARROW[kernel]
+    is_narrow = is_flat and count * gate.dtype.itemsize < few
+    threads = _MORE_THREADS if is_narrow else _THREADS
+    unit, (rows, length) = _unit(layouts.values(), size if is_narrow else ALIGNMENT), layouts["gate"].shape
     units = length // unit
-    at_once = _AT_ONCE if rows * units >= _MANY else 1
-    made = _kernel(kernel, gate.dtype, UNIT=unit, KIND=int(str(key.option_values["kind"])), AT_ONCE=at_once)
+    has = {"FLAT": is_flat, "UP": "up" in layouts, "GRAD_UP": "grad_up" in layouts, "EVEN": rows * units % threads == 0}
+    defines = {name: int(value) for name, value in has.items()}
+    kind = int(str(key.option_values["kind"]))
+    made = _kernel(kernel, gate.dtype, UNIT=unit, KIND=kind, THREADS=threads, **defines)
     strides = {
         field: {"base": 0, "row": layouts[field].stride[0] // unit if field in layouts else 0} for field in _ROWS
     }
     places = _ARGUMENT.indices(*(f"{field}.base" for _, field in operands))
     return KernelProgram(
-        calls=[KernelCall(made, -(-rows * units // (_THREADS * at_once)), _THREADS)],
+        calls=[KernelCall(made, -(-rows * units // threads), threads)],
         fields=_ARGUMENT.filled(rows=rows, units=units, **strides),
         slots=dict(zip((x.name for x, _ in operands), places, strict=True)),
-        knobs={"unit": unit, "at_once": at_once},
+        knobs={"unit": unit, "threads": threads},
     )
 
 
-def _unit(layouts: Iterable[TensorLayout]) -> int:
-    """The most numbers of a word of up to 16 bytes of which all rows are made."""
-    size, found = 1, ALIGNMENT
+def _unit(layouts: Iterable[TensorLayout], most: int) -> int:
+    """The most numbers of a word of up to as many bytes of which all rows are made."""
+    size, found = 1, most
     for x in layouts:
         size = x.dtype.itemsize
         found = math.gcd(found, size * x.shape[1], size * x.stride[0] if x.shape[0] > 1 else 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,68 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import check_activation
 from cudnn_sdpa.fused.conv_graphs import ACTIVATIONS, Sizes, along_batch, channels_last, convolution, sizes_of
 from cudnn_sdpa.fused.encoding import Options
-from cudnn_sdpa.graph.scalars import as_index
+from cudnn_sdpa.graph.scalars import as_index, is_compiling
+from cudnn_sdpa.graph.target import Target, target_of
+from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.preferences import rows_of
 
 #: Channels in 16 bytes of bfloat16.
 _CHANNELS_PER_LOAD = 8
+
+
+class Preference(NamedTuple):
+    """A measured convolution in half precision whose activation is faster in a kernel of its own.
+
+    Times are in microseconds, of the call `of` of `benchmarks conv`; `pixels` are the least and the most of all images.
+    """
+
+    sm: int
+    activation: str
+    weight: tuple[int, ...]
+    pixels: tuple[int, int]
+    fused_us: float
+    separate_us: float
+    of: str
+
+    def __str__(self) -> str:
+        fused = f"within the convolution, {self.fused_us} µs ({self.of}; preferences.json)"
+        return f"{self.activation} in a kernel of its own: measured {self.separate_us} µs; {fused}"
+
+
+@functools.cache
+def preferences() -> list[Preference]:
+    return [Preference(**row) for row in rows_of("convolutions")]
+
+
+def preference(
+    x: Tensor,
+    weight: Tensor,
+    sizes: dict[str, Sizes],
+    *,
+    groups: int,
+    activation: str | None,
+    target: Target | None = None,
+) -> Preference | None:
+    """The measurement by which an activation that could be fused is not, if there is one for the call on its GPU."""
+    if is_compiling():  # Dynamo cannot ask which GPU it is
+        return None
+    try:
+        for row in preferences():
+            if (
+                row.weight == weight.shape
+                and row.activation == activation
+                and groups == 1
+                and {*sizes["stride"], *sizes["dilation"]} == {1}
+                and x.dtype.itemsize == 2
+                and row.pixels[0] <= x.numel() // row.weight[1] <= row.pixels[1]
+                and not {providers.DEFAULT, providers.FASTEST}.isdisjoint(providers.active())
+                and (gpu := target or target_of(x)) is not None
+                and row.sm == gpu.sm
+            ):
+                return row
+    except NOT_A_CALL:  # the checks name the wrong argument
+        pass
+    return None
 
 
 def conv2d(
@@ -51,7 +110,7 @@ def conv2d(
         groups: Groups of channels.
         activation: None, "relu", "silu" or "gelu" (with erf). It runs as a separate kernel if a tensor requires a
             gradient. Except for ReLU after a bias, it also does if every channel is a group, or if there is only one
-            filter.
+            filter; and, outside `torch.compile`, for sizes for which that was measured to be faster.
 
     Returns:
         (N, K, P, Q), channels last.
@@ -153,8 +212,9 @@ def _convolve(
     if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
-    is_separate = activation is not None and has_separate_activation(
-        x, weight, bias, groups=groups, activation=activation
+    is_separate = activation is not None and (
+        has_separate_activation(x, weight, bias, groups=groups, activation=activation)
+        or preference(x, weight, sizes, groups=groups, activation=activation) is not None
     )
     fused = None if is_separate else activation
     options: Options = {**sizes, "groups": groups, "activation": fused}

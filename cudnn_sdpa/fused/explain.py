@@ -26,6 +26,7 @@ from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_ro
 from cudnn_sdpa.fused.rotary.rope import fp8_operands_of, operands_of, rope, rope_fp8
 from cudnn_sdpa.fused.rotary.rope_graphs import rope_fp8_rows, rope_rows
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
 
 
 @describes(norm.rms_norm, rms_norm_rows.ways)
@@ -103,11 +104,26 @@ def _convolution(
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     is_separate = conv.has_separate_activation(x, weight, bias, groups=groups, activation=activation)
-    fused = None if is_separate else activation
-    forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
+
+    def by_measurement(target: Target) -> Description | None:
+        row = conv.preference(x, weight, sizes, groups=groups, activation=activation, target=target)
+        return None if row is None else replace(described(is_separate=True), choice=str(row))
+
+    def described(*, is_separate: bool) -> Description:
+        fused = None if is_separate else activation
+        forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
+        return _completed_convolution(forward, x, weight, bias, separate=activation if is_separate else None)
+
+    found = described(is_separate=is_separate)
+    return found if is_separate else replace(found, on_target=by_measurement)
+
+
+def _completed_convolution(
+    forward: Description, x: Tensor, weight: Tensor, bias: Tensor | None, *, separate: str | None
+) -> Description:
     copied = [name for name, part in (("x", x), ("weight", weight)) if channels_last(part) is not part]
     notes = [f"{name} is copied to channels last" for name in copied]
-    notes += [f"{activation} of the result"] * is_separate
+    notes += [f"{separate} of the result"] * (separate is not None)
     if forward.backward is not None:
         extra_kernels = [x for x in forward.backward.extra_kernels if x != f"{conv_wgrad.__name__}, a separate plan"]
         extra_kernels += ["the gradient of the weight, a separate plan"] * (x.requires_grad and weight.requires_grad)

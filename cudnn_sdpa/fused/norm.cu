@@ -3,6 +3,9 @@
  * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units
  * again in each pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. SUM: a
  * residual is added to the rows. FP8: 1 if the result is in E4M3 with a scale for each row, 2 if it is with a given one.
+ *
+ * BACKWARD: gradients, whose code says what there is, as little code counts in calls of one block: WEIGHT; SILU behind
+ * the norm; TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the weight.
  * Other macros: see rows.cuh.
  */
 #include "rows.cuh"
@@ -32,7 +35,8 @@ struct Norm {
   number n;
   number units;           /* of a row */
   number blocks;          /* whose sums are there */
-  number eps;             /* the bits of a float, as is the next one */
+  number of_count;        /* 1 / n: the bits of a float, as are the next two */
+  number eps;
   number shift;           /* is added to the weight */
   number silu;            /* whether SiLU follows */
 };
@@ -136,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) sum += LAYER ? x[j] : x[j] * x[j];
   }
-  const float of_count = 1.0f / (float)a.n;
+  const float of_count = float_of(a.of_count); /* a division of this precision takes 1 KB of code, and registers */
   float mean = 0.0f;
 #if LAYER
   mean = sum_of_row(sum, sums) * of_count;
@@ -181,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   }
 }
 
+#if BACKWARD
 /* A row's normalized numbers and their gradient, of one unit. */
 struct Parts {
   float normalized[UNIT], grad[UNIT], of_normalized[UNIT];
@@ -194,9 +199,9 @@ __device__ __forceinline__ Parts parts_of(
   Parts found;
 #pragma unroll
   for (int j = 0; j < UNIT; ++j) {
-    const float normalized = (values[j] - mean) * scale, factor = a.weight ? factors[j] + shift : 1.0f;
+    const float normalized = (values[j] - mean) * scale, factor = WEIGHT ? factors[j] + shift : 1.0f;
     float of_out = grads[j];
-    if (a.silu) {
+    if (SILU) {
       const float y = normalized * factor, s = sigmoid(y);
       of_out *= s + y * s * (1.0f - s);
     }
@@ -207,12 +212,18 @@ __device__ __forceinline__ Parts parts_of(
   return found;
 }
 
+#if THREADS == 1024 && HELD == 1 /* NVRTC would aim at two blocks at once, with spills */
+#define BOUNDS __launch_bounds__(THREADS, 1)
+#else
+#define BOUNDS __launch_bounds__(THREADS)
+#endif
+
 /* A block computes the rows from its number on, as many apart as there are blocks, and sums for the weight. */
-extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
+extern "C" __global__ void BOUNDS gradients(const Norm a) {
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
   const int lane = threadIdx.x % OF_ROW, group = threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
-  const float of_count = 1.0f / (float)a.n;
+  const float of_count = float_of(a.of_count);
   float* const mine = a.partial + (number)blockIdx.x * kinds * a.n;
   float of_weight[KEPT][UNIT], of_bias[KEPT][UNIT];
   Raw<WDTYPE> weights[KEPT];
@@ -221,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) of_weight[i][j] = of_bias[i][j] = 0.0f;
   FOR_UNITS(i, unit) {
-    if (HELD > 0 && a.weight) weights[i].read(a.weight, unit);
-    if (HELD == 0 && a.grad_weight)
+    if (HELD > 0 && WEIGHT) weights[i].read(a.weight, unit);
+    if (HELD == 0 && WEIGHT)
       for (int j = 0; j < kinds * UNIT; ++j) mine[j / UNIT * a.n + unit * UNIT + j % UNIT] = 0.0f;
   }
   for (number begin = (number)blockIdx.x * ROWS; begin < a.rows; begin += (number)gridDim.x * ROWS) {
@@ -237,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
     FOR_UNITS(i, unit) {
       if (HELD == 0) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
-        if (a.weight) weights[i].read(a.weight, unit);
+        if (WEIGHT) weights[i].read(a.weight, unit);
       }
       const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
 #pragma unroll
@@ -253,21 +264,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
     FOR_UNITS(i, unit) {
       if (HELD == 0) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
-        if (a.weight) weights[i].read(a.weight, unit);
+        if (WEIGHT) weights[i].read(a.weight, unit);
       }
       Raw<DTYPE> found;
       float of_x[UNIT];
-      if (a.grad_total) found.read(a.grad_total, first + unit), found.get(of_x);
+      if (TOTAL) found.read(a.grad_total, first + unit), found.get(of_x);
       const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
-        const float of_total = a.grad_total ? of_x[j] : 0.0f;
+        const float of_total = TOTAL ? of_x[j] : 0.0f;
         of_x[j] = scale * (parts.of_normalized[j] - parts.normalized[j] * along - sum) + of_total;
         const float of_factor = parts.grad[j] * parts.normalized[j];
         if (HELD > 0) {
           of_weight[i][j] += of_factor;
           if (LAYER) of_bias[i][j] += parts.grad[j];
-        } else if (a.grad_weight) {
+        } else if (WEIGHT) {
           mine[unit * UNIT + j] += of_factor;
           if (LAYER) mine[a.n + unit * UNIT + j] += parts.grad[j];
         }
@@ -276,18 +287,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
       found.write(a.out, first + unit);
     }
   }
-  if (HELD == 0 || !a.grad_weight) return;
+  if (HELD == 0 || !WEIGHT) return;
+  typedef Dtype<WDTYPE>::element element;
 #pragma unroll
   for (int kind = 0; kind < kinds; ++kind) {
-    __syncthreads();
+    element* const result = (element*)(kind ? a.grad_bias : a.grad_weight);
+    if (ROWS > 1) __syncthreads();
     FOR_UNITS(i, unit) {
+      const float(&values)[UNIT] = kind ? of_bias[i] : of_weight[i];
+      if (ALONE && ROWS == 1) {
+        Raw<WDTYPE> found;
+        found.set(values);
+        found.write(result, unit);
+        continue;
+      }
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
-        const float value = kind ? of_bias[i][j] : of_weight[i][j];
         if (ROWS > 1) {
-          sums[group * a.n + unit * UNIT + j] = value;
+          sums[group * a.n + unit * UNIT + j] = values[j];
         } else {
-          store(mine + kind * a.n + unit * UNIT + j, value);
+          store(mine + kind * a.n + unit * UNIT + j, values[j]);
         }
       }
     }
@@ -296,7 +315,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
     for (number column = threadIdx.x; column < a.n; column += THREADS) {
       float value = 0.0f;
       for (int other = 0; other < ROWS; ++other) value += sums[other * a.n + column];
-      store(mine + kind * a.n + column, value);
+      if (ALONE) {
+        store(result + column, to_element<WDTYPE>(value));
+      } else {
+        store(mine + kind * a.n + column, value);
+      }
     }
   }
 }
@@ -310,3 +333,4 @@ extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Norm a) {
   typedef Dtype<WDTYPE>::element element;
   store((element*)(is_bias ? a.grad_bias : a.grad_weight) + (is_bias ? column - a.n : column), to_element<WDTYPE>(sum));
 }
+#endif

@@ -402,7 +402,7 @@ def _by_own_kernels(
     # cuDNN's engines of training have no activation, and add no other gradient.
     is_plain = named.get("grad_total") is None and not (activation and (is_backward or static["trains"]))
     has_engine = is_plain and _has_engine(named["x"], named["weight"])
-    kernel, why = own.choice("norm", target, is_backward=is_backward, has_engine=has_engine)
+    kernel, why = own.choice("norm", target, results[0].shape, is_backward=is_backward, has_engine=has_engine)
     if is_backward and not is_plain:
         kernel, why = OWN, "own kernels: their forward pass has fused more than cuDNN's gradients undo"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,8 +30,14 @@ _THREADS, _MAX_THREADS = 128, 1024
 #: Numbers that a thread keeps of a row, forward and backward.
 _HELD, _HELD_BACKWARD = 16, 8
 
+#: Bytes of a row with a residual beyond which it has all threads of a block: two of these fill a multiprocessor.
+_LONG = 8192
+
 #: Threads of a multiprocessor that compute gradients.
 _AT_ONCE = 1024
+
+#: Rows of gradients that one block computes one after another, and the sums over them, without another kernel.
+_FEW_ROWS = 2
 
 #: Threads and columns of a block that adds up what others have summed.
 _SUMMING, _COLUMNS = 512, 32
@@ -52,15 +59,15 @@ class Tiles(NamedTuple):
     threads: int
 
     @classmethod
-    def of(cls, layout: TensorLayout, *, numbers: int, processors: int) -> Tiles:
-        """The tiles of rows (rows, n), of which a thread keeps as many numbers."""
+    def of(cls, layout: TensorLayout, *, numbers: int, processors: int, total: bool = False) -> Tiles:
+        """The tiles of rows (rows, n), of which a thread keeps as many numbers; `total` if they are sums."""
         rows, length = layout.shape
         size = layout.dtype.itemsize
         unit = math.gcd(length * size, ALIGNMENT) // size
         units = length // unit
         most = min(16, numbers // unit)
         is_short = rows <= 2 * processors  # more threads then have more of memory on the way
-        wanted = units if is_short else -(-units // most)
+        wanted = units if is_short or (total and length * size > _LONG) else -(-units // most)
         of_row = min(_MAX_THREADS, max(_power(wanted), min(32, _power(units))))
         held = _power(-(-units // of_row))
         return cls(unit, of_row, held if held <= most else 0, max(of_row, _THREADS))
@@ -70,15 +77,7 @@ class Tiles(NamedTuple):
         return self.threads // self.of_row
 
     def kernel(
-        self,
-        name: str,
-        shared: int,
-        x: torch.dtype,
-        weight: torch.dtype,
-        *,
-        layer: bool,
-        total: bool = False,
-        fp8: int = 0,
+        self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, others: Mapping[str, int]
     ) -> Kernel:
         return _kernel(
             name,
@@ -90,8 +89,7 @@ class Tiles(NamedTuple):
             HELD=self.held,
             THREADS=self.threads,
             LAYER=int(layer),
-            SUM=int(total),
-            FP8=fp8,
+            **others,
         )
 
 
@@ -112,13 +110,13 @@ def own_norm(key: PlanKey) -> KernelProgram:
     x, layer, fp8 = layouts["x"], bool(options["layer"]), int(str(options.get("fp8", 0)))
     if fp8:
         own.refuse_without_fp8("rms_norm_fp8", key.target, "rms_norm")
-    tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key))
+    total = "residual" in layouts
+    tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key), total=total)
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
-    results = ["out", *["of_rows"] * bool(fp8), *["total"] * ("residual" in layouts)]
+    results = ["out", *["of_rows"] * bool(fp8), *["total"] * total]
     results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
-    kernel = tiles.kernel(
-        "normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, total="residual" in layouts, fp8=fp8
-    )
+    others = {"SUM": int(total), "FP8": fp8, "BACKWARD": 0}
+    kernel = tiles.kernel("normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, others=others)
     return KernelProgram(
         calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
         fields=_fields(x, tiles, silu=options["activation"] == "silu"),
@@ -129,7 +127,7 @@ def own_norm(key: PlanKey) -> KernelProgram:
 
 @functools.partial(KernelOp, folder=FOLDER)
 def own_norm_gradients(key: PlanKey) -> KernelProgram:
-    """The gradients of normalized rows: by one kernel, and one more for sums over all rows."""
+    """The gradients of normalized rows: by one kernel, and one more for sums over the rows of several blocks."""
     layouts, options = _layouts(key), key.option_values
     x, layer, weight = layouts["x"], bool(options["layer"]), _weight_dtype(layouts)
     tiles = Tiles.of(x, numbers=_HELD_BACKWARD, processors=_processors(key))
@@ -137,18 +135,23 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     blocks = min(-(-x.shape[0] // tiles.rows), _processors(key) * max(1, _AT_ONCE // tiles.threads))
     if not tiles.held:  # their sums are in memory: at most half as much as x
         blocks = max(1, min(blocks, x.shape[0] // 8))
+    elif sums and x.shape[0] <= _FEW_ROWS:
+        blocks = 1
+    is_alone = bool(tiles.held and sums and blocks == 1)
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
-    kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer)
+    has = {"WEIGHT": sums, "SILU": options["activation"] == "silu", "TOTAL": "grad_total" in layouts, "ALONE": is_alone}
+    others = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "BACKWARD": 1}
+    kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer, others=others)
     calls = [
         KernelCall(kernel("gradients", shared), blocks, tiles.threads),
         KernelCall(kernel("sum_blocks", 4 * _SUMMING), -(-kinds * length // _COLUMNS), _SUMMING),
     ]
     return KernelProgram(
-        calls=calls if sums else calls[:1],
-        fields=_fields(x, tiles, blocks=blocks, silu=options["activation"] == "silu"),
+        calls=calls if sums and not is_alone else calls[:1],
+        fields=_fields(x, tiles, blocks=blocks),
         slots=_slots(key, ["out", "grad_weight", "grad_bias"], {"mean": "saved_mean", "scale": "saved_scale"})
         | {"partial": _ARGUMENT.indices("partial")[0]},
-        scratch={"partial": (blocks, kinds, length)} if sums else {},
+        scratch={"partial": (blocks, kinds, length)} if sums and not is_alone else {},
         knobs={"threads": tiles.of_row, "held": tiles.held},
     )
 
@@ -165,10 +168,11 @@ def _processors(key: PlanKey) -> int:
     return int(dict(key.target.properties)["multiProcessorCount"]) or 1
 
 
-def _fields(x: TensorLayout, tiles: Tiles, *, blocks: int = 0, silu: bool) -> Sequence[int]:
+def _fields(x: TensorLayout, tiles: Tiles, *, blocks: int = 0, silu: bool = False) -> Sequence[int]:
     rows, length = x.shape
-    units = length // tiles.unit
-    return _ARGUMENT.filled(rows=rows, n=length, units=units, blocks=blocks, eps=0, shift=0, silu=int(silu))
+    units, (of_count,) = length // tiles.unit, struct.unpack("I", struct.pack("f", 1 / length))
+    numbers = {"of_count": of_count, "eps": 0, "shift": 0, "silu": int(silu)}
+    return _ARGUMENT.filled(rows=rows, n=length, units=units, blocks=blocks, **numbers)
 
 
 def _slots(key: PlanKey, results: Sequence[str], fields: Mapping[str, str]) -> dict[str, int]:

@@ -1,12 +1,14 @@
 """Graph functions that kernels of this library serve: the choice between these and cuDNN, and the keys of their plans.
 
-The table of measurements has a row for a function and a pass on a GPU, with times of one of its calls. Without a row
-cuDNN serves a call, and own kernels those for which it has no engine.
+The table of measurements has rows for functions and passes on a GPU, with times of one of the calls of each. Without a
+row cuDNN serves a call, and own kernels those for which it has no engine.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +39,10 @@ _NUMBER = TensorLayout.contiguous((1,), torch.float32)
 
 
 class Preference(NamedTuple):
-    """A row of the table; times in microseconds, of the call `of` of `benchmarks norm` or `benchmarks silu`."""
+    """A row of the table; times in microseconds, of the call `of` of `benchmarks fused`.
+
+    `rows` and `lengths` are the least and the most that it is for.
+    """
 
     sm: int
     function: str
@@ -46,6 +51,8 @@ class Preference(NamedTuple):
     own_us: float
     cudnn_us: float
     of: str
+    rows: tuple[int, int] = (1, sys.maxsize)
+    lengths: tuple[int, int] = (1, sys.maxsize)
 
     def __str__(self) -> str:
         times = {OWN: self.own_us, CUDNN: self.cudnn_us}
@@ -55,9 +62,19 @@ class Preference(NamedTuple):
 
 
 @functools.cache
-def preferences() -> dict[tuple[int, str, bool], Preference]:
-    found = [Preference(**row) for part in ("norms", "gates") for row in rows_of(part)]
-    return {(row.sm, row.function, row.is_backward): row for row in found}
+def preferences() -> list[Preference]:
+    """The rows, of which the first that fits a call counts."""
+    return [Preference(**row) for part in ("few_rows", "norms", "gates") for row in rows_of(part)]
+
+
+def preference(function: str, target: Target, shape: Sequence[int], *, is_backward: bool) -> Preference | None:
+    *outer, length = 1, *shape  # a scalar is a row of one
+    count = math.prod(outer)
+    for row in preferences():
+        is_like = row.sm == target.sm and row.function == function and row.is_backward == is_backward
+        if is_like and row.rows[0] <= count <= row.rows[1] and row.lengths[0] <= length <= row.lengths[1]:
+            return row
+    return None
 
 
 def may_serve() -> bool:
@@ -65,16 +82,19 @@ def may_serve() -> bool:
     return not {DEFAULT, FASTEST, OWN}.isdisjoint(providers.Setting.names or providers.active())
 
 
-def choice(function: str, target: Target, *, is_backward: bool, has_engine: bool) -> tuple[str, str]:
+def choice(
+    function: str, target: Target, shape: Sequence[int], *, is_backward: bool, has_engine: bool
+) -> tuple[str, str]:
     """Who serves a call, and why.
 
     Args:
         function: "norm" or "gate".
         target: The GPU.
+        shape: That of a result, (..., n) or ().
         is_backward: Whether these are gradients.
         has_engine: Whether cuDNN has an engine for the call.
     """
-    row = preferences().get((target.sm, function, is_backward))
+    row = preference(function, target, shape, is_backward=is_backward)
     lacked = f"{_WORDS[OWN]}: cuDNN has no engine for these rows"
     for name in providers.Setting.names or providers.active():
         if name == OWN or (name == CUDNN and has_engine):

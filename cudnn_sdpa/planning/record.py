@@ -22,7 +22,7 @@ from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphFunction, decoded
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.graph.target import Target, load_properties, recorded_for
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.manifest import PlanManifest
 
@@ -67,10 +67,12 @@ def record_plans(target: str | None = None) -> AbstractContextManager[PlanManife
 def _recorded(recorder: _Recorder | None) -> Iterator[PlanManifest]:
     manifest = PlanManifest()
     used: list[PlanKey] = []
+    before = recorded_for.set(recorder.target if recorder else None)
     try:
         with plan_cache.watch_uses() as used, recorder or nullcontext():
             yield manifest
     finally:  # also when a server is interrupted
+        recorded_for.reset(before)
         recorded = PlanManifest.of([*used, *(recorder.keys if recorder else ())])
         manifest.plans, manifest.recorded_on = recorded.plans, recorded.recorded_on
     if recorder is None and not used and not torch.cuda.is_available():

@@ -100,7 +100,7 @@ def providers(*names: Provider) -> ProvidersUse:
     """Sets whose kernels serve a call for which there are several: the first of these that can.
 
     - "default": cuDNN, and for pages, norms and gates own kernels where cuDNN has none or took longer in a table of
-      measurements.
+      measurements. Where an activation in a convolution's kernel did, PyTorch's follows.
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
     - "fa4": FlashAttention-4's, for `sdpa`, the drop-in and `sdpa_varlen` on Hopper, if it is installed. A helper

@@ -64,6 +64,22 @@ def test_sizes_of_1(name, dtype, is_last):
             assert difference(one, other) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("provider", ["default", "cudnn"])
+def test_a_measured_activation_is_a_kernel_of_its_own(provider):
+    x, weight, bias = channels_last(4, 320, 96, 96), channels_last(320, 320, 3, 3) * 0.02, torch.randn(320).bfloat16()
+    weight, bias = weight.contiguous(memory_format=torch.channels_last), bias.cuda()
+    wanted = F.silu(F.conv2d(x.float(), weight.float(), bias.float(), padding=1))
+    with cudnn_sdpa.providers(provider):
+        for _ in range(3):
+            found = conv2d(x, weight, bias, padding=1, activation="silu")
+            assert difference(found, wanted.double()) < 1e-2
+        is_separate = provider == "default" and torch.cuda.get_device_capability() == (9, 0)
+        report = explain(conv2d, x, weight, bias, padding=1, activation="silu")
+    assert ("silu of the result" in report.extra_kernels) == is_separate
+    assert ("measured" in report.choice) == is_separate
+    assert report.cached
+
+
 def test_sizes_of_1_in_a_custom_graph():
     weight = channels_last(16, 32, 3, 1) * 0.1
     weight = weight.contiguous(memory_format=torch.channels_last)

@@ -89,6 +89,29 @@ def test_layer_norm(shape, dtype):
     )
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("size", [64, 1001, 4096, 8192, 16384])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_gradients_of_few_rows(rows, size, dtype):
+    """One kernel of one block has all of them; `explain` says so on Hopper, up to 8,192 numbers."""
+    tensors = [leaf(rows, size, dtype=dtype), leaf(size, dtype=dtype), leaf(size, dtype=dtype)]
+    for provider in ("default", "own"):
+        with providers(provider):
+            assert_like_float64(
+                lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, (size,), w, 1e-3), tensors[:2], dtype
+            )
+            assert_like_float64(
+                lambda *given: layer_norm(*given, 1e-3),
+                lambda x, weight, bias: F.layer_norm(x, (size,), weight, bias, 1e-3),
+                tensors,
+                dtype,
+            )
+    has_engine = size * dtype.itemsize % 128 == 0
+    if torch.cuda.get_device_capability() == (9, 0):
+        report = explain(rms_norm, *tensors[:2], 1e-3).backward
+        assert ("own_norm_gradients" in report.key) == (not has_engine or (rows <= 2 and size <= 8192))
+
+
 FUSED = {
     "residual": ({"residual": True}, None),
     "SiLU": ({}, "silu"),
@@ -97,7 +120,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("shape", [(4, 256), (3, 7, 64), (1, 4096), (4096, 4096), (130, 5120), (33, 32768)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 256), (3, 7, 64), (1, 4096), (4096, 4096), (600, 8192), (33, 32768)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_activations_and_residuals(name, dtype, shape):

@@ -16,17 +16,18 @@ def on_cpu(monkeypatch, times_by_place):
     monkeypatch.setattr(fused, "compiled", lambda function: function)
     monkeypatch.setattr(fused_peers, "NORMS", [(5, 64)])
     monkeypatch.setattr(fused_peers, "GATES", [(3, 48)])
+    monkeypatch.setattr(fused_peers, "FEW_ROWS", [(1, 64)])
     monkeypatch.setattr(fused_peers, "ROTATIONS", [(2, 5, 3, 1, 16)])
 
 
-@pytest.mark.parametrize(("part", "count"), [("norms", 3), ("gates", 2), ("rotations", 4)])
+@pytest.mark.parametrize(("part", "count"), [("norms", 3), ("gates", 2), ("rotations", 4), ("few_rows", 1)])
 def test_each_call_is_measured_by_each(part, count):
     rows = getattr(fused_peers, part)()
     assert len(rows) == count
     for row in rows:
         assert {row[f"{name} µs"] for name in ("cudnn_sdpa", "own", "cudnn", "compiled", "copy")} <= {1.0, 2, 3, 4, 5}
         assert row["best of peers / ours"] == row["compiled µs"] / row["cudnn_sdpa µs"]
-        assert "quack" in row["why not"] or "liger" in row["why not"] or part == "rotations"
+        assert "quack" in row["why not"] or "liger" in row["why not"] or part in ("rotations", "few_rows")
 
 
 def test_what_is_wrong_has_no_time(monkeypatch):

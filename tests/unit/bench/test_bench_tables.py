@@ -182,6 +182,9 @@ def test_the_pages_name_existing_parts(tables):
     parts["providers-large"] = {ProvidersPart.LARGE.value}  # in another run than the other parts
     parts["providers"] -= parts["providers-large"]
     parts["fused-norms"], parts["fused-gates"] = {FusedPart.NORMS.value}, {FusedPart.GATES.value}  # two runs
+    parts["fused-few-rows"] = {FusedPart.FEW_ROWS.value}  # a third run
+    parts["conv-activations"] = {ConvPart.ACTIVATIONS.value}  # on another day than the other parts of conv
+    parts["conv"] -= parts["conv-activations"]
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
     parts["replacements-shapes"] = {ReplacementsPart.SHAPES.value}  # as these
