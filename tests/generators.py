@@ -3607,7 +3607,7 @@ class Run:
         }
         problems = []
         # Sums may cancel, and second derivatives of activations are rounded in units of the first ones.
-        terms = sum(float(gradients[name].norm() * weights[name].norm()) for name in names)
+        terms = sum(float(gradients[name].detach().norm() * weights[name].norm()) for name in names)
         lost = 4 * Precision.of(self.case.dtype).unit * (terms + sum(float(b.norm()) for _, b in pairs.values()))
         for name, (a, b) in pairs.items():
             if not float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-3 + lost:
