@@ -38,8 +38,9 @@ MAX_DIM = 1024
 #: multiprocessor from which a thread has more than one.
 _AT_ONCE, _AT_ONCE_BACKWARD, _MANY = 4, 2, 512
 
-#: Blocks of a multiprocessor that sum gradients of weights.
-_BLOCKS = 4
+#: Blocks of a multiprocessor that sum gradients of weights, and the most features of their units: with wider ones
+#: registers allow three blocks, which wait for memory most of the time.
+_BLOCKS, _UNIT_OF_SUMS = 5, 4
 
 
 class Tiles(NamedTuple):
@@ -138,8 +139,9 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     pages, slots, table = layouts.get("out_v"), layouts.get("slot_mapping"), layouts.get("table")
     count = batch * tokens * (heads_q + (0 if k is None else k.shape[1] * (1 if pages is None else 2)))
     processors = int(dict(key.target.properties)["multiProcessorCount"]) or 1
-    tiles = _tiles({name: layouts[name] for name in _HEADS if name in layouts}, dim, rotary_dim)
     has_sums, is_fp8 = "sum_blocks" in kernels, "q_scale" in layouts
+    heads = {name: layouts[name] for name in _HEADS if name in layouts}
+    tiles = _tiles(heads, dim, rotary_dim, most=_UNIT_OF_SUMS if has_sums else ALIGNMENT)
     if count >= _MANY * processors:
         tiles = tiles._replace(heads=_AT_ONCE_BACKWARD if has_sums else _AT_ONCE)
     groups = batch * tokens * -(-count // (batch * tokens * tiles.heads))
@@ -192,9 +194,9 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     )
 
 
-def _tiles(heads: Mapping[str, TensorLayout], dim: int, rotary_dim: int) -> Tiles:
+def _tiles(heads: Mapping[str, TensorLayout], dim: int, rotary_dim: int, most: int) -> Tiles:
     """The widest units of which all heads are made, and both halves of what is rotated and of the rest."""
-    unit = math.gcd(rotary_dim // 2, (dim - rotary_dim) // 2)
+    unit = math.gcd(rotary_dim // 2, (dim - rotary_dim) // 2, most)
     for x in heads.values():
         strides = [stride for size, stride in zip(x.shape[:3], x.stride[:3], strict=True) if size > 1]
         unit = math.gcd(unit, ALIGNMENT // x.dtype.itemsize, *strides)
