@@ -143,7 +143,10 @@ def recorded() -> list[Row]:
     calls, rows = _single_calls(), list[Row]()
     with recording():
         for name, call in track(calls.items(), "recorded launches", transient=True):
-            launched = until_recorded(call)
+            until_recorded(call)
+            with plan_cache.watch_uses() as used:
+                call()
+            recorders = (getattr(plan_cache.peek(key), "recorder", None) for key in used)
 
             def of_cudnn(call: Call = call) -> None:
                 with by_cudnn():
@@ -162,7 +165,7 @@ def recorded() -> list[Row]:
                     "by cuDNN": min(as_before),
                     "GPU µs": on_gpu["recorded"],
                     "GPU µs, by cuDNN": on_gpu["cuDNN"],
-                    "launched": "; ".join(launched) or "no plan of cuDNN's",
+                    "launched": "; ".join(str(each) for each in recorders if each is not None) or "no plan of cuDNN's",
                 }
             )
     return rows

@@ -51,7 +51,8 @@ def recording() -> Iterator[None]:
 
 def recorders() -> list[Recorder]:
     """Those of the plans that are held."""
-    return [plan.recorder for plan in plan_cache.plans() if isinstance(plan.recorder, Recorder)]
+    found = (getattr(plan, "recorder", None) for plan in plan_cache.plans())
+    return [each for each in found if isinstance(each, Recorder)]
 
 
 def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from cudnn_sdpa.attention.fp8.arguments import check_tensors
-from cudnn_sdpa.attention.fp8.fp8_attention import Rotation, attend, fp8_attention
+from cudnn_sdpa.attention.fp8.fp8_attention import attend, fp8_attention
 from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -142,6 +142,23 @@ class Fp8Attention(nn.Module):
         )
 
 
+class _Rotation(NamedTuple):
+    """`rope`, or `rope_fp8`, with arguments of both."""
+
+    given: dict[str, Any]
+
+    @property
+    def needs_gradient(self) -> bool:
+        return needs_gradient(self.given.get("q_weight"), self.given.get("k_weight"))
+
+    def in_half(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rope(q, k, **self.given)
+
+    def in_fp8(self, q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found: Any = rope_fp8(q, k, q_scale=q_scale, k_scale=k_scale, **self.given)  # also of keys
+        return found  # type: ignore[no-any-return]
+
+
 def _rotated(
     layer: Fp8Attention, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any], rotations: Rotations | None
 ) -> Tensor:
@@ -165,13 +182,7 @@ def _rotated(
             given |= {name: parameter_of_all_heads(x, None, heads) for name, x, heads in weights if x is not None}
         else:
             q, k = layer.q_norm(q), layer.k_norm(k)
-    in_fp8: Any = rope_fp8  # whose keys may be None
-    rotation = Rotation(
-        in_half=lambda q, k: rope(q, k, **given),
-        in_fp8=lambda q, k, q_scale, k_scale: in_fp8(q, k, q_scale=q_scale, k_scale=k_scale, **given),
-        needs_gradient=needs_gradient(given.get("q_weight"), given.get("k_weight")),
-    )
-    return attend(q, k, v, options, scaling=layer.scaling, rotation=rotation)
+    return attend(q, k, v, options, scaling=layer.scaling, rotation=_Rotation(given))
 
 
 #: For torch.compile, which cannot trace our kernels and the histories.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,18 +81,18 @@ class Call(NamedTuple):
         return limits_of(self.grad_dtype, 0 if self.scaling is None else self.scaling.margin)
 
 
-class Rotation(NamedTuple):
-    """What a layer does to queries and keys before attention; it changes neither shapes nor dtypes.
+class Rotation(Protocol):
+    """What a layer does to queries and keys before attention; it changes neither shapes nor dtypes."""
 
-    Attributes:
-        in_half: Queries and keys, rotated.
-        in_fp8: The same in E4M3 with given descales, and their amax values. For inference.
-        needs_gradient: Whether autograd follows it even if no query and no key requires grad.
-    """
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether autograd follows it even if no query and no key requires grad."""
 
-    in_half: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    in_fp8: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-    needs_gradient: bool
+    def in_half(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, rotated."""
+
+    def in_fp8(self, q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same in E4M3 with given descales, and their amax values. For inference."""
 
 
 class Forward(NamedTuple):
