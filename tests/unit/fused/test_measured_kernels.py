@@ -206,7 +206,7 @@ def test_a_measured_convolution_has_a_separate_activation(batch, size, options, 
     with providers(provider):
         report = explain(conv2d, image(batch, 320, size, dtype), weight, bias, **options)
     assert ("silu of the result" in report.extra_kernels) == is_separate
-    assert ("silu in a kernel of its own: measured 128.9 µs" in str(report)) == is_separate
+    assert ("silu in a kernel of its own: measured " in str(report)) == is_separate
     other = explain(conv2d, image(4, 640, 48), image(640, 640, 3), padding=1, activation="silu")
     assert not other.extra_kernels
 
