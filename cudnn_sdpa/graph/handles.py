@@ -26,8 +26,8 @@ _SLOT_BYTES = 1 << 20
 #: Size of the part of it in which kernels of recorded launches count from zero, each in another place.
 ZEROS_BYTES = 1 << 18
 
-#: Size of the scratch memory ahead of it, the workspace of small launches on the default stream. Most forward plans need
-#: 256 bytes; those of single queries up to 512 KiB.
+#: Size of the scratch memory ahead of it, the workspace of small launches on the default stream. Most forward plans
+#: need 256 bytes; those of single queries up to 512 KiB.
 SCRATCH_BYTES = _SLOT_BYTES - ZEROS_BYTES
 
 #: Size of a slot's prologue memory, which the library's own kernels fill and a plan on the default stream reads.

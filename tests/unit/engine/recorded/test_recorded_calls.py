@@ -268,12 +268,12 @@ def test_one_memset_clears_the_counters_of_many_launches(workspace, monkeypatch)
         assert len(memsets) == 11 // 4 + 1 + 2 if found.native.takes_zeros else 13
 
 
-def test_a_threads_memory_is_of_pytorchs_small_pool(monkeypatch):
+def test_a_threads_memory_is_of_pytorchs_small_pool():
     """More than 1 MiB at once is of a segment of 20 MiB, which could never be given back."""
     sizes = []
-    with recorded_plans():
+    with recorded_plans(), pytest.MonkeyPatch.context() as patch:
         allocate = handles._memory
-        monkeypatch.setattr(handles, "_memory", lambda size: (sizes.append(size), allocate(size))[1])
+        patch.setattr(handles, "_memory", lambda size: (sizes.append(size), allocate(size))[1])
         slot = handles._create(0)
         slot.bind(0)
     assert slot.scratch
@@ -295,10 +295,10 @@ def test_a_forked_child_does_not_wait_for_calls_of_its_parents_threads(monkeypat
         assert_right(OPERATIONS["sdpa"])
         return True
 
-    with recorded_plans(OPERATIONS["sdpa"].compute, mode=loader.VERIFY):
+    with recorded_plans(OPERATIONS["sdpa"].compute, mode=loader.VERIFY), monkeypatch.context() as patch:
         for _ in range(4):
             assert_right(OPERATIONS["sdpa"])  # which C++ launches then
-        monkeypatch.setattr(Kernel, "launch", blocks)
+        patch.setattr(Kernel, "launch", blocks)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             done = pool.submit(work)
             is_asking = begun.wait(30) and loader.module().asking() == 1
