@@ -49,13 +49,25 @@ class Slot:
     change), and binds again until no call has intervened.
     """
 
-    __slots__ = ("_bindings", "_filled", "_workspace", "bound", "filled", "handle", "raw", "scratch", "taken")
+    __slots__ = (
+        "_bindings",
+        "_filled",
+        "_workspace",
+        "bound",
+        "cleared",
+        "filled",
+        "handle",
+        "raw",
+        "scratch",
+        "taken",
+    )
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.raw = backend.raw_handle(handle)
         self.scratch = self.filled = self._bindings = 0
-        self.bound = array("q", (-1,))  # these two are arrays so that native code reads memory instead of attributes
+        self.bound = array("q", (-1,))  # these are arrays so that native code reads memory instead of attributes
+        self.cleared = array("Q", (0, 0))  # where zeros begin that no launch has counted in, and where they end
         self.taken = bytearray(1)
         self._workspace: torch.Tensor | None = None
         self._filled: torch.Tensor | None = None

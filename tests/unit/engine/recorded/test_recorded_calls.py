@@ -314,6 +314,30 @@ def test_a_forked_child_does_not_wait_for_calls_of_its_parents_threads(monkeypat
         assert not loader.module().asking()
 
 
+def test_who_shares_a_slot_never_counts_where_the_other_has(monkeypatch):
+    """As a call in a finalizer of a thread that ends, whose slot the next thread has by then."""
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute, workspace=64), torch.no_grad():
+        monkeypatch.setattr(KernelOfPlan, "counts", True)
+        settle(lambda: assert_right(call))
+        assert recorders()[-1].native.takes_zeros
+        shared = dict(thread.slots)
+        turn = threading.Barrier(2, timeout=30)
+
+        def work(first: int) -> bool:
+            library().make_context_current()
+            thread.slots.update(shared)
+            for number in range(8):
+                if number % 2 == first:
+                    assert_right(call)
+                turn.wait()
+            thread.slots.clear()  # no other test's
+            return True
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(work, range(2)))
+
+
 def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
     with recorded_plans(OPERATIONS["sdpa"].compute):
         call = settled("sdpa")
