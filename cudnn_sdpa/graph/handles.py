@@ -20,12 +20,15 @@ from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import Handle
 from cudnn_sdpa.settings import renewed_in_children
 
-#: Size of a slot's scratch memory, the workspace of small launches on the default stream. Most forward plans need 256
-#: bytes; those of single queries up to half of this.
-SCRATCH_BYTES = 1 << 20
+#: Size of a slot's memory: more than this PyTorch's allocator takes from 20 MiB, which the slot would keep for good.
+_SLOT_BYTES = 1 << 20
 
-#: Size of the memory behind it, in which kernels of recorded launches count from zero, each in another place.
+#: Size of the part of it in which kernels of recorded launches count from zero, each in another place.
 ZEROS_BYTES = 1 << 18
+
+#: Size of the scratch memory ahead of it, the workspace of small launches on the default stream. Most forward plans
+#: need 256 bytes; those of single queries up to 512 KiB.
+SCRATCH_BYTES = _SLOT_BYTES - ZEROS_BYTES
 
 #: Size of a slot's prologue memory, which the library's own kernels fill and a plan on the default stream reads.
 FILLED_BYTES = 1 << 18
@@ -46,13 +49,25 @@ class Slot:
     change), and binds again until no call has intervened.
     """
 
-    __slots__ = ("_bindings", "_filled", "_workspace", "bound", "filled", "handle", "raw", "scratch", "taken")
+    __slots__ = (
+        "_bindings",
+        "_filled",
+        "_workspace",
+        "bound",
+        "cleared",
+        "filled",
+        "handle",
+        "raw",
+        "scratch",
+        "taken",
+    )
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.raw = backend.raw_handle(handle)
         self.scratch = self.filled = self._bindings = 0
-        self.bound = array("q", (-1,))  # these two are arrays so that native code reads memory instead of attributes
+        self.bound = array("q", (-1,))  # these are arrays so that native code reads memory instead of attributes
+        self.cleared = array("Q", (0, 0))  # where zeros begin that no launch has counted in, and where they end
         self.taken = bytearray(1)
         self._workspace: torch.Tensor | None = None
         self._filled: torch.Tensor | None = None

@@ -89,6 +89,15 @@ def test_handles_of_ended_threads_are_reused():
     assert len(handles._created) == after_first
 
 
+def test_a_threads_memory_is_of_the_small_pool():
+    """PyTorch's allocator has more than 1 MiB from segments of 20 MiB, which it could never give back."""
+    before = torch.cuda.memory_stats()["allocated_bytes.large_pool.current"]
+    slot = handles._create(torch.cuda.current_device())
+    slot.bind(0)
+    assert slot.scratch
+    assert torch.cuda.memory_stats()["allocated_bytes.large_pool.current"] == before
+
+
 def test_the_current_stream_is_used():
     """Work on a side stream is ordered with that stream, not with the default stream."""
     q, k, v = problem()

@@ -91,7 +91,7 @@ Plan plan_of(const py::dict& given) {
   plan.slots = given["slots"], plan.capturing = given["capturing"];
   plan.keep = given["keep"], plan.refused = given["refused"];
   plan.device = given["device"], plan.count = given["count"], plan.no_overrides = py::int_(-1);
-  plan.of_bound = py::str("bound"), plan.of_raw = py::str("raw");
+  plan.of_bound = py::str("bound"), plan.of_cleared = py::str("cleared"), plan.of_raw = py::str("raw");
   plan.of_scratch = py::str("scratch"), plan.of_taken = py::str("taken");
   plan.bind = py::str("bind"), plan.make_filled = py::str("make_filled");
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);

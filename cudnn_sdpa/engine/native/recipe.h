@@ -75,10 +75,10 @@ struct OwnSlot {
   PyObject* slot = nullptr;
   PyObject* raw = nullptr;      // the handle
   const uint64_t* bound = nullptr;  // the stream that it is bound to
+  uint64_t* zeros = nullptr;    // from one to the other: cleared memory that no launch has counted in
   PyObject* taken = nullptr;    // one byte: whether a call under way has taken the memory that kernels fill
   PyObject* scratch = nullptr;  // address of the scratch memory
   uint64_t filled = 0;          // address of the memory that kernels fill
-  uint64_t zeros = 0, end = 0;  // memory behind the scratch memory that is cleared, and that no launch has counted in
 };
 inline thread_local OwnSlot own_slot;
 
@@ -249,7 +249,7 @@ struct Plan {
   py::object uses;              // counts the uses of plans
   py::object last_used, keep, refused;
   py::object device, count, no_overrides;
-  py::object of_bound, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
+  py::object of_bound, of_cleared, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
   uint64_t zeros = 0;  // bytes behind the scratch memory
   Layout workspace;
@@ -347,15 +347,15 @@ struct Plan {
   // many launches: each saves the host a launch, and the GPU a microsecond or two. No launch counts where another has.
   uint64_t take_zeros(const py::object& of_thread) const {
     const uint64_t size = recorded->zeros();
-    auto& own = own_slot;
-    if (own.slot != of_thread.ptr()) return 0;
-    if (own.end - own.zeros < size) {
+    if (own_slot.slot != of_thread.ptr()) return 0;
+    auto *next = own_slot.zeros, *end = next + 1;
+    if (*end - *next < size) {
       const auto begin = py::cast<uint64_t>(scratch_of(of_thread)) + scratch;
       if (zeros < size || cuda.cuMemsetD8Async(begin, 0, zeros, nullptr)) return 0;
-      own.zeros = begin, own.end = begin + zeros;
+      *next = begin, *end = begin + zeros;
     }
-    own.zeros += size;
-    return own.zeros - size;
+    *next += size;
+    return *next - size;
   }
 
   // Raises what Python's way raises for the error that is set.
@@ -366,11 +366,11 @@ struct Plan {
     throw std::runtime_error("a refused launch");
   }
 
-  // The address of a slot's number, an array of Python's that lives as long as the slot and never grows.
-  const uint64_t* number_of(const py::object& of_thread) const {
-    const auto array = py::cast<py::buffer>(checked(PyObject_GetAttr(of_thread.ptr(), of_bound.ptr()))).request();
-    if (array.itemsize != sizeof(uint64_t) || array.size != 1) throw std::invalid_argument("a slot without a stream");
-    return static_cast<const uint64_t*>(array.ptr);
+  // The address of a slot's numbers, an array of Python's that lives as long as the slot and never grows.
+  static uint64_t* numbers_of(const py::object& of_thread, const py::object& name, py::ssize_t count) {
+    const auto array = py::cast<py::buffer>(checked(PyObject_GetAttr(of_thread.ptr(), name.ptr()))).request();
+    if (array.itemsize != sizeof(uint64_t) || array.size != count) throw std::invalid_argument("a slot without numbers");
+    return static_cast<uint64_t*>(array.ptr);
   }
 
   OwnSlot& slot() const {
@@ -383,9 +383,10 @@ struct Plan {
       if (!PyByteArray_CheckExact(taken.ptr()) || PyByteArray_GET_SIZE(taken.ptr()) != 1) {
         throw std::invalid_argument("a slot whose memory cannot be taken");
       }
-      const auto* const bound = number_of(found);
+      const auto* const bound = numbers_of(found, of_bound, 1);
+      auto* const of_zeros = numbers_of(found, of_cleared, 2);
       OwnSlot before = own;  // freed when the new one is whole
-      own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), bound, taken.release().ptr()};
+      own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), bound, of_zeros, taken.release().ptr()};
       Py_XDECREF(before.slot);
       Py_XDECREF(before.raw);
       Py_XDECREF(before.taken);

@@ -257,9 +257,12 @@ class _Background:
     """The thread that records; a forked child has another one."""
 
     pool: ThreadPoolExecutor
+    asked_before: int  #: calls of a parent's threads, which do not live here, and never end
 
     @classmethod
     def start_afresh(cls) -> None:
+        module = loader.module()
+        cls.asked_before = 0 if module is None else module.asking()
         cls.pool = ThreadPoolExecutor(1, thread_name_prefix="cudnn_sdpa recording")
 
     @classmethod
@@ -270,7 +273,7 @@ class _Background:
         if module is not None:
             module.end_recordings()
             until = time.monotonic() + PATIENCE
-            while module.asking() and time.monotonic() < until:
+            while module.asking() > cls.asked_before and time.monotonic() < until:
                 time.sleep(1e-4)
 
 

@@ -8,6 +8,8 @@ import ctypes
 import gc
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -264,6 +266,76 @@ def test_one_memset_clears_the_counters_of_many_launches(workspace, monkeypatch)
                     assert_right(call)
         memsets = [line for line in launched() if line.startswith("memset")]
         assert len(memsets) == 11 // 4 + 1 + 2 if found.native.takes_zeros else 13
+
+
+def test_a_threads_memory_is_of_pytorchs_small_pool():
+    """More than 1 MiB at once is of a segment of 20 MiB, which could never be given back."""
+    sizes = []
+    with recorded_plans(), pytest.MonkeyPatch.context() as patch:
+        allocate = handles._memory
+        patch.setattr(handles, "_memory", lambda size: (sizes.append(size), allocate(size))[1])
+        slot = handles._create(0)
+        slot.bind(0)
+    assert slot.scratch
+    assert sizes == [1 << 20]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_calls_of_its_parents_threads(monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    execute = Kernel.launch
+
+    def blocks(self, *arguments, **options):
+        begun.set()
+        assert may_end.wait(30)
+        execute(self, *arguments, **options)
+
+    def work():
+        library().make_context_current()
+        assert_right(OPERATIONS["sdpa"])
+        return True
+
+    with recorded_plans(OPERATIONS["sdpa"].compute, mode=loader.VERIFY), monkeypatch.context() as patch:
+        for _ in range(4):
+            assert_right(OPERATIONS["sdpa"])  # which C++ launches then
+        patch.setattr(Kernel, "launch", blocks)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            done = pool.submit(work)
+            is_asking = begun.wait(30) and loader.module().asking() == 1
+            child = os.fork()
+            if not child:
+                since = time.monotonic()
+                recorder._Background.end()
+                os._exit(time.monotonic() - since > recorder.PATIENCE / 2)
+            may_end.set()
+            assert done.result()
+        assert is_asking
+        assert os.waitpid(child, 0)[1] == 0
+        assert not loader.module().asking()
+
+
+def test_who_shares_a_slot_never_counts_where_the_other_has(monkeypatch):
+    """As a call in a finalizer of a thread that ends, whose slot the next thread has by then."""
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute, workspace=64), torch.no_grad():
+        monkeypatch.setattr(KernelOfPlan, "counts", True)
+        settle(lambda: assert_right(call))
+        assert recorders()[-1].native.takes_zeros
+        shared = dict(thread.slots)
+        turn = threading.Barrier(2, timeout=30)
+
+        def work(first: int) -> bool:
+            library().make_context_current()
+            thread.slots.update(shared)
+            for number in range(8):
+                if number % 2 == first:
+                    assert_right(call)
+                turn.wait()
+            thread.slots.clear()  # no other test's
+            return True
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(work, range(2)))
 
 
 def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
