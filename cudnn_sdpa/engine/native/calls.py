@@ -320,7 +320,7 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
 
 
 def _recorded(bound: BoundPlan, module: ModuleType) -> dict[str, object]:
-    """What records the launches of a plan of cuDNN's, where that is asked for."""
+    """The recorded launches of a plan of cuDNN's, for the module; nothing if recording is off."""
     plan = bound.plan
     if type(plan) is not Plan or loader.recorded_mode() == loader.OFF:
         return {}

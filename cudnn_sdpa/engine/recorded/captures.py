@@ -61,7 +61,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         return first + alignment * (draw.randrange(1, SPREAD // alignment - _COARSE) | odd)
 
     def capture(alignment: int, anywhere: int) -> None:
-        """Records launches whose first operands are anywhere; the others, and the workspace, are in the memory."""
+        """Records launches. The first operands are anywhere, the others and the workspace in `memory`."""
         moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
         moving |= {count: _COARSE} if plan.workspace else {}
         coarse = dict.fromkeys(moving, _COARSE)
@@ -96,7 +96,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
 
 
 def _alignment(operand: Operand, alignment: int) -> int:
-    """What an operand's address is a multiple of; kernels read lengths, offsets and single numbers anywhere."""
+    """The alignment of an operand's addresses; kernels read lengths, offsets and single numbers anywhere."""
     layout = operand.layout
     is_read_by_element = layout.dtype in (torch.int32, torch.int64) or math.prod(layout.shape) == 1
     return layout.dtype.itemsize if is_read_by_element else alignment

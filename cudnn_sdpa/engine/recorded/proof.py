@@ -24,11 +24,10 @@ _IN_WORDS = 4096
 def compare(native: Any, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Launches the call of these operands twice by cuDNN, and as recorded, with results of its own.
 
-    Gives on the GPU whether cuDNN's results differ from each other, whether the recorded launch's differ from cuDNN's,
-    and whether they tell anything: most wrong launches agree where a result is all zeros, and of zeros alone an LSE is
-    none. The last flag says the same as the second of a launch that is given zeros, if it may be, and whether it has
-    used other memory instead of them, or beside them. `sizes` are the bytes of each output: what is written to is not
-    always as large as its layout.
+    Gives four flags on the GPU: whether cuDNN's results differ from each other; whether the recorded launch's differ
+    from cuDNN's; whether every result tells something, as most wrong launches agree where a result is all zeros; and
+    whether a launch that is given zeros has other results, or writes to other memory. `sizes` are the bytes of each
+    output, which may be more or less than those of its layout.
     """
     inputs, (offsets, size) = pointers[: len(plan.key.inputs)], side_by_side(sizes)
     touched: list[Tensor] = []
@@ -77,7 +76,7 @@ def _poisoned(size: int) -> Tensor:
 
 
 class Verdict:
-    """What a comparison has found, once the GPU has made it.
+    """The flags of a comparison, once the GPU has made it.
 
     It is kept outside the memory pools of CUDA graphs: their warm-up expects all of its memory back.
     """

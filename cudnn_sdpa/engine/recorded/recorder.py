@@ -85,7 +85,8 @@ class Recorder:
             return f"by cuDNN, because {self.why_not}"
         memsets = self.native.names.count("memset")
         verified = ", each compared with cuDNN's" * self.native.is_watched
-        return f"as recorded (kernels: {len(self.native.names) - memsets}, memsets: {memsets}){verified}"
+        kernels, but = len(self.native.names) - memsets, ", none on the default stream" * self.native.takes_zeros
+        return f"as recorded (kernels: {kernels}, memsets: {memsets}{but}){verified}"
 
     def watch(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         """Launches the plan, and brings the recording to its next stage, if this thread can.
@@ -215,7 +216,10 @@ def _why_not(plan: Plan, sizes: Sequence[int]) -> str:
 
 
 def _why_not_now(plan: Plan, sizes: Sequence[int]) -> str:
-    """PyTorch's allocator would free all that it has cached, and tell its observers, before it reports a full GPU."""
+    """The reason against a recording now: an evicted plan, or a GPU with little free memory.
+
+    PyTorch's allocator would free all that it has cached, and tell its observers, before it reports a full GPU.
+    """
     if not plan.held:
         return "it is evicted"
     needed = captures.SPREAD + 4 * (plan.workspace + sum(sizes))
