@@ -330,7 +330,7 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
         return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
 
     def make_paged(self, block_tables: Tensor, page_size: int, paged_type: type[PagedT]) -> PagedT:
-        """The same with keys in pages."""
+        """A bias of these sequences, whose keys are in pages."""
         k_seqinfo = replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
         return paged_type(self.q_seqinfo, k_seqinfo, block_tables, page_size)
 

@@ -82,17 +82,17 @@ class Call(NamedTuple):
 
 
 class Rotation(Protocol):
-    """What a layer does to queries and keys before attention; it changes neither shapes nor dtypes."""
+    """The rotation of queries and keys before attention, which changes neither shapes nor dtypes."""
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether autograd follows it even if no query and no key requires grad."""
+        """Whether a weight of its norms requires grad, so that autograd follows it in any case."""
 
     def in_half(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, rotated."""
 
     def in_fp8(self, q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same in E4M3 with given descales, and their amax values. For inference."""
+        """Queries and keys, rotated, in E4M3 with given descales, and their amax values. For inference."""
 
 
 class Forward(NamedTuple):

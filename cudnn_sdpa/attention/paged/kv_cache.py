@@ -249,7 +249,7 @@ class PagedKVCache:
         step.written.add(layer)
 
     def _places_of(self, step: PagedStep, layer: int) -> tuple[Tensor | str | int | None, ...]:
-        """Where the tokens of a step go: the fields of an `AppendCall` after the tokens themselves."""
+        """The pages and slots of a step's tokens: the fields of an `AppendCall` behind keys and values."""
         self._current(step)
         if not is_compiling() and step.generation != self._pool.generation:
             step.refuse_shared()

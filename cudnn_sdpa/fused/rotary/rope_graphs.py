@@ -381,7 +381,7 @@ def rope_fp8_rows(
     *,
     interleaved: bool,
 ) -> NoReturn:
-    """The same in E4M3 with given scales, and the amax of queries and of keys."""
+    """Rotated queries and keys in E4M3 with given scales, and the amax of each."""
     raise NotImplementedError("cuDNN has no graph of rotations")
 
 

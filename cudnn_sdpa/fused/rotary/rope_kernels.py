@@ -88,7 +88,7 @@ def own_rope(key: PlanKey) -> KernelProgram:
 
 @functools.partial(KernelOp, folder=_FOLDER)
 def own_rope_fp8(key: PlanKey) -> KernelProgram:
-    """The same in E4M3, and the amax of queries and of keys."""
+    """Rotated heads in E4M3, and the amax of queries and of keys."""
     own.refuse_without_fp8("rope_fp8", key.target, "rope")
     names = [x for x in "qk" if x in {operand.name for operand in key.inputs}]
     return _program(
