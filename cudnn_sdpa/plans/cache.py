@@ -24,9 +24,10 @@ from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.heuristics import build_others
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
-from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
+from cudnn_sdpa.plans.device_memory import constants_of
 from cudnn_sdpa.plans.plan import Plan, captured_plans, stored_form
 from cudnn_sdpa.plans.program_plan import ProgramOp
 from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore, StoredPlan

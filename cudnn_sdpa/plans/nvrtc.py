@@ -25,8 +25,8 @@ import torch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import ExecutionError, LibraryError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans import default_store
-from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 
 #: CUDA_ERROR_INVALID_CONTEXT: this thread has not called the CUDA runtime yet.

@@ -584,7 +584,7 @@ def test_memory_of_a_slot_that_cannot_be_allocated(monkeypatch):
 
     def work() -> int:
         slot = thread.slots[0]
-        slot._filled, slot.filled = None, 0  # of a thread that has ended
+        slot.filled = 0  # of a thread that has ended
         with monkeypatch.context() as patch:
             patch.setattr(handles, "_memory", fails)
             for _ in range(2):
