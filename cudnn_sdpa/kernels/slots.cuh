@@ -3,6 +3,8 @@
  * An argument has `slot_mapping` and `slot_bytes`, or a null pointer and `lengths_kv`, `lengths_q`, `table`, `table_row` and
  * `columns`; and `page_size`.
  */
+#include "launch.cuh"
+
 typedef long long number;
 
 __device__ number quotient(number a, number b) {

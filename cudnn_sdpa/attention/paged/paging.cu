@@ -38,6 +38,7 @@ struct Decode {
 };
 
 extern "C" __global__ void prepare_decode(const Decode a) {
+  wait_for_previous();
   for (number row = blockIdx.x; row < a.made; row += gridDim.x) {
     number keys = 0, b = row / a.queries, i = row % a.queries;
     int is_there = b < a.batch;
@@ -169,6 +170,7 @@ __device__ number begin_of(const Gather& a, number b, number length, number part
 
 /* Of two blocks one copies keys and one values. */
 extern "C" __global__ void gather_pages(const Gather a) {
+  wait_for_previous();
   unsigned which = blockIdx.x & 1, batch = (unsigned)a.batch;
   number b = (blockIdx.x >> 1) % batch, part = (blockIdx.x >> 1) / batch, parts = (gridDim.x >> 1) / batch;
   number length = within(a.lengths_kv[b], 0, a.max_kv_len);
@@ -284,6 +286,7 @@ __device__ void append_part(const Append& a, const Move& move, const char* from,
 }
 
 extern "C" __global__ void append_tokens(const Append a) {
+  wait_for_previous();
   unsigned parts[2], units[2], wide[2]; /* of one head and of one token */
   for (int which = 0; which < 2; ++which) {
     const Move& move = a.of[which];
@@ -328,6 +331,7 @@ struct Csr {
 };
 
 extern "C" __global__ void table_of_csr(const Csr a) {
+  wait_for_previous();
   for (number b = blockIdx.x; b < a.batch; b += gridDim.x) {
     number begin = within(a.ends[b], 0, a.all), all = within(a.ends[b + 1] - begin, 0, a.all - begin);
     number pages = within(all, 0, a.columns), last = all > a.columns ? a.page_size : within(a.last[b], 0, a.page_size);

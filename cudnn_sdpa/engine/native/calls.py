@@ -344,15 +344,16 @@ class _Kernel(NamedTuple):
     """A kernel of the library's own, for the module.
 
     Attributes:
-        driver: Address of `cuLaunchKernel`; 0 if `launch` launches the kernel.
+        launch_ex: Address of `cuLaunchKernelEx`; 0 if `launch` launches the kernel.
         launch: Launches it, given its argument and a stream.
     """
 
-    driver: int
+    launch_ex: int
     function: int
+    shared: int
+    overlaps: bool
     blocks: int
     threads: int
-    shared: int
     launch: Callable[[list[int], int], None]
 
 
@@ -360,8 +361,8 @@ def _kernel(kernel: LoadedKernel, blocks: int, threads: int) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
         kernel.launch(blocks, threads, array("Q", fields), stream)
 
-    driver, function, shared = getattr(kernel, "native", (0, 0, 0))
-    return _Kernel(driver=driver, function=function, blocks=blocks, threads=threads, shared=shared, launch=launch)
+    launch_ex, function, shared, overlaps = getattr(kernel, "native", (0, 0, 0, False))
+    return _Kernel(launch_ex, function, shared, overlaps, blocks=blocks, threads=threads, launch=launch)
 
 
 class _Prologue(NamedTuple):

@@ -32,11 +32,12 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
 
 Kernel kernel_of(const py::handle& given) {
   return {
-      .driver = reinterpret_cast<Kernel::CuLaunchKernel>(py::cast<uint64_t>(given.attr("driver"))),
+      .launch_ex = reinterpret_cast<decltype(Kernel::launch_ex)>(py::cast<uint64_t>(given.attr("launch_ex"))),
       .function = reinterpret_cast<void*>(py::cast<uint64_t>(given.attr("function"))),
       .blocks = py::cast<unsigned>(given.attr("blocks")),
       .threads = py::cast<unsigned>(given.attr("threads")),
       .shared = py::cast<unsigned>(given.attr("shared")),
+      .overlaps = py::cast<bool>(given.attr("overlaps")),
       .python = given.attr("launch")};
 }
 

@@ -135,19 +135,19 @@ struct Stream {
 
 // One of the library's own kernels; its argument is a list of words.
 struct Kernel {
-  using CuLaunchKernel = int (*)(
-      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-
-  CuLaunchKernel driver;  // null where `python` launches it
+  decltype(driver::Functions::cuLaunchKernelEx) launch_ex;  // null where `python` launches it
   void* function;
   unsigned blocks, threads, shared;  // the last one in bytes
+  bool overlaps;      // it waits itself for what is ahead in the stream: its launch need not, which takes the host less
   py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
 
   void launch(uint64_t* fields, size_t count, const Stream& current) const {
-    if (driver != nullptr) {
-      void* argument[] = {fields};
+    if (launch_ex != nullptr) {
+      driver::Attribute early{driver::kProgrammaticStreamSerialization, {1}};
       auto* const stream = reinterpret_cast<void*>(current.raw);
-      if (!driver(function, blocks, 1, 1, threads, 1, 1, shared, stream, argument, nullptr)) return;
+      const driver::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared, stream, &early, overlaps};
+      void* argument[] = {fields};
+      if (!launch_ex(&config, function, argument, nullptr)) return;
     }
     python(list_of(fields, count), current.python);
   }

@@ -285,12 +285,14 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotate(const Rope a) {
+  wait_for_previous();
   rotate_all<false>(a);
 }
 
 #if FP8
 /* The amax of all blocks: a block for queries, and one for keys. */
 extern "C" __global__ void __launch_bounds__(512) largest_of_blocks(const Rope a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float most = 0.0f;
   for (number block = threadIdx.x; block < a.blocks; block += 512)
@@ -300,12 +302,14 @@ extern "C" __global__ void __launch_bounds__(512) largest_of_blocks(const Rope a
 }
 #elif !APPEND
 extern "C" __global__ void __launch_bounds__(THREADS) rotate_back(const Rope a) {
+  wait_for_previous();
   rotate_all<true>(a);
 }
 
 /* Gradients of heads of which some are normalized, and of the weights. A block computes the groups from its number on,
  * as many apart as there are blocks. */
 extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Rope a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
   const int lane = threadIdx.x % OF_ROW, of_block = threadIdx.x / OF_ROW;
@@ -405,6 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Rope a) {
 
 /* The sums of all blocks: a block for each 32 columns, first of q's weight, then of k's. */
 extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Rope a) {
+  wait_for_previous();
   const number columns = 2 * a.dim, column = (number)blockIdx.x * 32 + threadIdx.x % 32;
   const float sum = sum_over_blocks(a.partial, a.blocks, columns, column);
   const bool is_k = column >= a.dim;
