@@ -23,7 +23,7 @@ from cudnn_sdpa.engine.launch import BoundPlan, Layout, OwnKernel
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.plans import plan as plans
-from cudnn_sdpa.plans.cache import plan_cache, uses
+from cudnn_sdpa.plans.cache import native_uses, plan_cache
 from cudnn_sdpa.plans.kernel_plan import KernelPlan
 from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
@@ -289,7 +289,8 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
         "device": plan.device,
         "plan": plan,
         "launch": plan.launch,
-        "uses": uses,
+        "uses": native_uses,
+        "last_use": plan.native_use,
     }
     if torch.cuda.device_count() > 1:
         data["current_device"] = plans.current_device

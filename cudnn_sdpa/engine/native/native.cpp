@@ -81,8 +81,9 @@ Plan plan_of(const py::dict& given) {
   Plan plan;
   plan.python = given["plan"];
   plan.launch_in_python = given["launch"];
-  plan.uses = given["uses"], plan.last_used = py::str("last_used");
-  if (!PyIter_Check(plan.uses.ptr())) throw std::invalid_argument("uses that are not counted");
+  const py::object uses = given["uses"], last_use = given["last_use"];
+  plan.use_arrays = py::make_tuple(uses, last_use);
+  plan.uses = words_in(uses, 1), plan.last_use = words_in(last_use, 1);
   if (given.contains("workspace")) plan.workspace = layout_of(given["workspace"]);
   if (given.contains("program")) plan.program = program_of(given);
   if (given.contains("functions")) plan.functions = functions_of(given);

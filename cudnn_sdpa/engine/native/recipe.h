@@ -61,6 +61,13 @@ inline py::object checked(PyObject* found) {
   return py::reinterpret_steal<py::object>(found);
 }
 
+// The address of words in an array of Python's, which must be kept, and never grow.
+inline uint64_t* words_in(const py::object& array, py::ssize_t count) {
+  const auto words = py::cast<py::buffer>(array).request();
+  if (words.itemsize != sizeof(uint64_t) || words.size != count) throw std::invalid_argument("an array of other words");
+  return static_cast<uint64_t*>(words.ptr);
+}
+
 inline py::list list_of(const uint64_t* words, size_t count) {
   py::list list(count);
   for (size_t place = 0; place < count; ++place) list[place] = py::int_(words[place]);
@@ -246,8 +253,10 @@ struct Plan {
   py::object execute;           // the frontend's, with an array of raw pointers; needs the rest
   py::object slots;             // gives this thread's slot
   py::object capturing;         // whether a CUDA graph is being captured
-  py::object uses;              // counts the uses of plans
-  py::object last_used, keep, refused;
+  py::object use_arrays;        // of Python, which reads what this module counts there:
+  uint64_t* uses;               // all launches of this module,
+  uint64_t* last_use;           // and how many there were when this plan was launched last, with that launch
+  py::object keep, refused;
   py::object device, count, no_overrides;
   py::object of_bound, of_cleared, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
@@ -257,8 +266,7 @@ struct Plan {
   py::object watch;                    // launches the plan in Python, and brings the recording forward
 
   void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const Stream& current) const {
-    const auto use = checked(PyIter_Next(uses.ptr()));  // numbers without end
-    if (PyObject_SetAttr(python.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
+    *last_use = ++*uses;
     if (program) {
       at::Tensor memory;  // until all kernels are launched
       if (workspace.sizes[0]) memory = empty(workspace, on, allocate);
@@ -366,13 +374,6 @@ struct Plan {
     throw std::runtime_error("a refused launch");
   }
 
-  // The address of a slot's numbers, an array of Python's that lives as long as the slot and never grows.
-  static uint64_t* numbers_of(const py::object& of_thread, const py::object& name, py::ssize_t count) {
-    const auto array = py::cast<py::buffer>(checked(PyObject_GetAttr(of_thread.ptr(), name.ptr()))).request();
-    if (array.itemsize != sizeof(uint64_t) || array.size != count) throw std::invalid_argument("a slot without numbers");
-    return static_cast<uint64_t*>(array.ptr);
-  }
-
   OwnSlot& slot() const {
     const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
     auto& own = own_slot;
@@ -383,8 +384,8 @@ struct Plan {
       if (!PyByteArray_CheckExact(taken.ptr()) || PyByteArray_GET_SIZE(taken.ptr()) != 1) {
         throw std::invalid_argument("a slot whose memory cannot be taken");
       }
-      const auto* const bound = numbers_of(found, of_bound, 1);
-      auto* const of_zeros = numbers_of(found, of_cleared, 2);
+      const auto* const bound = words_in(checked(PyObject_GetAttr(found.ptr(), of_bound.ptr())), 1);
+      auto* const of_zeros = words_in(checked(PyObject_GetAttr(found.ptr(), of_cleared.ptr())), 2);
       OwnSlot before = own;  // freed when the new one is whole
       own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), bound, of_zeros, taken.release().ptr()};
       Py_XDECREF(before.slot);
