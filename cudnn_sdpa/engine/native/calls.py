@@ -34,7 +34,8 @@ _log = logging.getLogger("cudnn_sdpa")
 #: What `NativeCalls.find` gives for a call that the module does not know.
 MISSED = object()
 
-_ALLOCATORS = (plans.allocate,)  #: PyTorch's allocator, which tests replace
+#: PyTorch's functions, which C++ finds by itself, and tests replace.
+_OF_PYTORCH = (plans.allocate, plans.current_raw_stream, plans.current_device)
 
 
 class NativelySaved(NamedTuple):
@@ -286,15 +287,17 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
         "numbers": list(bound.numbers),
         "arrays": bound.arrays,
         "stream": plans.current_raw_stream,
+        "is_pytorchs_stream": plans.current_raw_stream in _OF_PYTORCH,
         "device": plan.device,
+        "has_one_device": torch.cuda.device_count() <= 1,
         "plan": plan,
         "launch": plan.launch,
         "uses": native_uses,
         "last_use": plan.native_use,
     }
-    if torch.cuda.device_count() > 1:
+    if plans.current_device not in _OF_PYTORCH:
         data["current_device"] = plans.current_device
-    if plans.allocate not in _ALLOCATORS:
+    if plans.allocate not in _OF_PYTORCH:
         data["allocate"] = plans.allocate
     if type(plan) is Plan:
         data |= {

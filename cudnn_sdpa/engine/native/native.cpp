@@ -123,9 +123,12 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->arrays = given["arrays"];
   recipe->plan = plan_of(given);
   recipe->allocate = get(given, "allocate");
-  recipe->stream = given["stream"];
-  recipe->current_device = get(given, "current_device");
-  recipe->device = given["device"];
+  recipe->pytorchs = {
+      .stream = given["stream"],
+      .device = get(given, "current_device"),
+      .number = given["device"],
+      .is_pytorchs_stream = py::cast<bool>(given["is_pytorchs_stream"]),
+      .has_one_device = py::cast<bool>(given["has_one_device"])};
   if (recipe->operands + recipe->results.size() + recipe->buffers.size() > most_operands) {
     throw std::invalid_argument("a recipe of too many operands");
   }

@@ -7,6 +7,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_strided_ops.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <cstring>
@@ -128,15 +129,31 @@ inline at::Tensor empty(const Layout& layout, at::Device on, const py::object& a
 
 // PyTorch's current stream of a device.
 struct Stream {
-  py::object python;
   uint64_t raw;
-
-  explicit Stream(py::object number) : python(std::move(number)), raw(PyLong_AsUnsignedLongLong(python.ptr())) {
-    if (raw == static_cast<uint64_t>(-1) && PyErr_Occurred()) throw py::error_already_set();
-  }
 
   bool is_default() const {
     return raw == 0;
+  }
+};
+
+// Asks PyTorch what is current: in C++ as far as that can tell.
+struct Current {
+  py::object stream;     // gives the address of a device's stream
+  py::object device;     // gives the device's number; the tests' own, null for PyTorch's
+  py::object number;     // of the device of a recipe
+  bool is_pytorchs_stream, has_one_device;
+
+  Stream stream_of(at::Device on) const {
+    // Any other one's number says no address; and that function is of PyTorch's CUDA library, which is not linked.
+    if (is_pytorchs_stream && !c10::impl::getDeviceGuardImpl(on.type())->getStream(on).id()) return {0};
+    PyObject* of_device[] = {number.ptr()};
+    return {py::cast<uint64_t>(checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr)))};
+  }
+
+  bool is_on(at::Device on) const {
+    if (has_one_device) return true;
+    if (device) return checked(PyObject_CallNoArgs(device.ptr())).equal(number);
+    return c10::impl::getDeviceGuardImpl(on.type())->getDevice() == on;
   }
 };
 
@@ -156,7 +173,7 @@ struct Kernel {
       auto* const stream = reinterpret_cast<void*>(current.raw);
       if (!driver(function, blocks, 1, 1, threads, 1, 1, shared, stream, argument, nullptr)) return;
     }
-    python(list_of(fields, count), current.python);
+    python(list_of(fields, count), py::int_(current.raw));
   }
 };
 
@@ -305,7 +322,8 @@ struct Plan {
     }
     // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
     while (*bound != current.raw) {
-      PyObject* binding[] = {of_thread.ptr(), current.python.ptr()};
+      const py::int_ stream(current.raw);
+      PyObject* binding[] = {of_thread.ptr(), stream.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
     const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
@@ -423,9 +441,7 @@ struct Recipe {
   py::object arrays;              // of the host, whose addresses are among the pointers
   Plan plan;
   py::object allocate;  // the tests' own; null for PyTorch's
-  py::object stream;
-  py::object current_device;  // null where there is one GPU
-  py::object device;
+  Current pytorchs;
 
   // Runs a call given the addresses of its operands; false if Python must look at it.
   bool run(
@@ -438,7 +454,7 @@ struct Recipe {
     for (const auto& pointer : aligned) {
       if ((addresses[pointer.slot] + pointer.offset) & misaligned) return false;
     }
-    if (current_device && !checked(PyObject_CallNoArgs(current_device.ptr())).equal(device)) return false;
+    if (!pytorchs.is_on(on)) return false;
     size_t slot = operands;
     if (out.tensor != nullptr) {
       out.count_write();
@@ -449,8 +465,7 @@ struct Recipe {
       found.push_back(empty(results[result], on, allocate));
       slots[slot++] = address_of(found.back());
     }
-    PyObject* of_device[] = {device.ptr()};
-    const Stream current(checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr)));
+    const Stream current = pytorchs.stream_of(on);
     Results made;  // the buffers, until the launch
     Taken taken;   // or memory in which they lie
     const uint64_t filled = may_take ? plan.take_filled(current, taken) : 0;
