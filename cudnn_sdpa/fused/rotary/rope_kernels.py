@@ -205,7 +205,7 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
 
 
 def _blocks(tiles: Tiles, tokens: int, heads: int, most: int | None = None) -> int:
-    """Blocks of groups of threads, one for `tiles.heads` heads of a token; up to `most`, but at least those of a token."""
+    """Blocks of groups of threads, one for `tiles.heads` heads of a token; up to `most`, but at least for one token."""
     groups = -(-heads // tiles.heads)
     blocks = -(-tokens * groups // tiles.rows)
     return blocks if most is None else min(blocks, max(most, -(-groups // tiles.rows)))
