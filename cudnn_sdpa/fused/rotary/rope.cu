@@ -1,8 +1,8 @@
 /* Rotary position embedding of heads, of which RMSNorm comes first where there is a weight; and the gradients.
  *
  * OF_ROW threads share a head, a power of 2 up to 32, and compute HEADS heads of a token one after the other, with the
- * same angles. A head has slots of two units: those that are rotated together, then those of features that are not. Each
- * thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring features, not one of each
+ * same angles. A head has SLOTS slots of two units: ROTATED ones of features that are rotated together, then those of
+ * features that are not. Each thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring features, not one of each
  * half. FP8: results are in E4M3 with a given scale for queries and one for keys. APPEND: keys, and values as they are,
  * go into the slots of tokens. Other macros: see rows.cuh.
  */
@@ -10,6 +10,7 @@
 #include "slots.cuh"
 
 #define ROWS (THREADS / OF_ROW)
+#define DIM (2 * UNIT * SLOTS)
 
 /* Heads in any order of memory; units from one to the next. */
 struct Heads {
@@ -36,7 +37,7 @@ struct Rope {
   const float* k_scale;
   float* q_amax;
   float* k_amax;
-  float* partial;        /* (blocks, 2, dim): the sums of each block over its heads; with FP8 (blocks, 2): its amax */
+  float* partial;        /* (blocks, dim): the sums of each block over its heads; with FP8 (blocks, 2): its amax */
   Heads v;               /* with APPEND, as is all up to the pages */
   Heads out_v;           /* pages, as is out_k: a batch entry is a page */
   const char* slot_mapping;
@@ -52,11 +53,9 @@ struct Rope {
   number tokens;
   number heads_q;
   number heads_k;
-  number dim;
-  number slots;          /* of a head */
-  number rotated;        /* the first slots, which are rotated */
   number cos_batch;      /* units from the angles of a sequence to those of the next; 0 if they are the same */
   number blocks;         /* whose sums are there */
+  number blocks_q;       /* backward: those of queries, before those of keys */
   number eps;            /* the bits of a float, as is the next one */
   number shift;          /* is added to the weights */
 };
@@ -75,9 +74,9 @@ __device__ __forceinline__ number all_heads(const Rope& a) {
 struct Slot {
   number first, second;
 
-  __device__ __forceinline__ Slot(const Rope& a, number slot) {
-    const bool is_apart = !INTERLEAVED && slot < a.rotated;
-    first = is_apart ? slot : 2 * slot, second = is_apart ? slot + a.rotated : 2 * slot + 1;
+  __device__ __forceinline__ explicit Slot(int slot) {
+    const bool is_apart = !INTERLEAVED && slot < ROTATED;
+    first = is_apart ? slot : 2 * slot, second = first + (is_apart ? ROTATED : 1);
   }
 };
 
@@ -153,19 +152,18 @@ struct Group {
 struct Angles {
   Raw<2> cos[HELD], sin[HELD];
 
-  __device__ __forceinline__ void read(const Rope& a, const Group& group, int lane) {
-    const number first = group.batch * a.cos_batch + group.token * a.rotated;
+  __device__ __forceinline__ void read(const void* of_cos, const void* of_sin, number first, int lane) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      const number slot = lane + i * OF_ROW;
-      if (slot < a.rotated) cos[i].read(a.cos, first + slot), sin[i].read(a.sin, first + slot);
+      const int slot = lane + i * OF_ROW;
+      if (slot < ROTATED) cos[i].read(of_cos, first + slot), sin[i].read(of_sin, first + slot);
     }
   }
 
-  __device__ __forceinline__ void rotate(const Rope& a, int i, number slot, Pairs& pairs, float sign) const {
+  __device__ __forceinline__ void rotate(int i, int slot, Pairs& pairs, float sign) const {
     float of_cos[UNIT], of_sin[UNIT];
     cos[i].get(of_cos), sin[i].get(of_sin);
-    if (slot < a.rotated) pairs.rotate(of_cos, of_sin, sign);
+    if (slot < ROTATED) pairs.rotate(of_cos, of_sin, sign);
   }
 };
 
@@ -177,7 +175,7 @@ __device__ __forceinline__ float sum_of_head(float x) {
 __device__ __forceinline__ float square_of(const Pairs& x) {
   float sum = 0.0f;
 #pragma unroll
-  for (int j = 0; j < UNIT; ++j) sum += x.first[j] * x.first[j] + x.second[j] * x.second[j];
+  for (int j = 0; j < UNIT; ++j) sum += x.first[j] * x.first[j], sum += x.second[j] * x.second[j];
   return sum;
 }
 
@@ -190,7 +188,7 @@ __device__ __forceinline__ float largest_of(const Pairs& x) {
 
 #define FOR_SLOTS(i, slot)                         \
   _Pragma("unroll") for (int i = 0; i < HELD; ++i) \
-    for (number slot = lane + i * OF_ROW; slot < a.slots; slot = a.slots)
+    for (int slot = lane + i * OF_ROW; slot < SLOTS; slot = SLOTS)
 
 #define FOR_HEADS(h) _Pragma("unroll") for (int h = 0; h < HEADS; ++h)
 
@@ -208,10 +206,10 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
     if (head >= all_heads(a)) break;
     Heads from = heads_of(head < a.heads_q, is_backward ? a.grad_q : a.q, is_backward ? a.grad_k : a.k);
     if (APPEND) from = heads_of(head < a.heads_q + a.heads_k, from, a.v);
-    FOR_SLOTS(i, slot) raw[h][i].read(from.base, group.row(a, from, head), Slot(a, slot));
+    FOR_SLOTS(i, slot) raw[h][i].read(from.base, group.row(a, from, head), Slot(slot));
   }
   Angles angles;
-  angles.read(a, group, lane);
+  angles.read(a.cos, a.sin, group.batch * a.cos_batch + group.token * ROTATED, lane);
 #if APPEND
   const number place = slot_of(a, group.batch, group.token);
 #endif
@@ -234,7 +232,7 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
           sum += square_of(x);
         }
       sum = sum_of_head(sum);
-      if (weight) scale = rsqrt_fast(sum / (float)a.dim + float_of(a.eps));
+      if (weight) scale = rsqrt_fast(sum / (float)DIM + float_of(a.eps));
     }
     if (!is_head) continue;
 #if APPEND
@@ -252,16 +250,16 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
       raw[h][i].get(x);
       if (!is_backward && weight) {
         RawWeights read;
-        read.read(weight, Slot(a, slot));
+        read.read(weight, Slot(slot));
         Pairs factor;
         read.get(factor, shift);
 #pragma unroll
         for (int j = 0; j < UNIT; ++j)
           x.first[j] *= scale * factor.first[j], x.second[j] *= scale * factor.second[j];
       }
-      if (!is_v) angles.rotate(a, i, slot, x, is_backward ? -1.0f : 1.0f);
+      if (!is_v) angles.rotate(i, slot, x, is_backward ? -1.0f : 1.0f);
 #if FP8
-      const Slot at(a, slot);
+      const Slot at(slot);
       write_fp8(to.base, row + at.first, x.first, is_q ? over_q : over_k);
       write_fp8(to.base, row + at.second, x.second, is_q ? over_q : over_k);
       const float most = largest_of(x);
@@ -271,7 +269,7 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
         most_k = Largest::of(most_k, most);
       }
 #else
-      raw[h][i].write(to.base, row, Slot(a, slot), x);
+      raw[h][i].write(to.base, row, Slot(slot), x);
 #endif
     }
   }
@@ -306,115 +304,154 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotate_back(const Rope a) 
   rotate_all<true>(a);
 }
 
-/* Gradients of heads of which some are normalized, and of the weights. A block computes the groups from its number on,
- * as many apart as there are blocks. */
-extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Rope a) {
+/* The tokens of a group of threads, which computes the same heads of each. All is less than 2^31: a plan's tensors have
+ * no more numbers. */
+struct Walk {
+  unsigned head, batch, token; /* where it begins */
+  unsigned batches, tokens;    /* from one of its tokens to the next */
+  unsigned first, apart;       /* the same, in tokens of the whole batch */
+
+  __device__ __forceinline__ Walk(const Rope& a, bool is_q) {
+    const unsigned groups = unsigned(is_q ? a.heads_q : a.heads_k) / HEADS;
+    const unsigned blocks = is_q ? a.blocks_q : a.blocks - a.blocks_q, block = blockIdx.x - (is_q ? 0 : a.blocks_q);
+    const unsigned index = block * ROWS + threadIdx.x / OF_ROW;
+    first = index / groups, apart = blocks * ROWS / groups;
+    head = (index - first * groups) * HEADS;
+    batch = first / (unsigned)a.tokens, token = first - batch * (unsigned)a.tokens;
+    batches = apart / (unsigned)a.tokens, tokens = apart - batches * (unsigned)a.tokens;
+  }
+};
+
+/* Where the current token is, in units. */
+struct Place {
+  void* base;
+  unsigned at, head, step, wrap;
+
+  __device__ __forceinline__ Place(const Rope& a, const Walk& walk, const Heads& of)
+      : base(of.base),
+        at(walk.batch * of.batch + walk.token * of.token + walk.head * of.head),
+        head(of.head),
+        step(walk.batches * of.batch + walk.tokens * of.token),
+        wrap(of.batch - a.tokens * of.token) {}
+
+  __device__ __forceinline__ void advance(bool is_wrapped) { at += step + (is_wrapped ? wrap : 0); }
+};
+
+/* Two sums for each head over its threads, side by side, so that none waits for another. */
+__device__ __forceinline__ void sum_over_heads(float (&x)[HEADS], float (&y)[HEADS]) {
+#pragma unroll
+  for (int apart = OF_ROW / 2; apart > 0; apart /= 2) {
+    float of_x[HEADS], of_y[HEADS];
+    FOR_HEADS(h) of_x[h] = shuffle_xor(x[h], apart), of_y[h] = shuffle_xor(y[h], apart);
+    FOR_HEADS(h) x[h] += of_x[h], y[h] += of_y[h];
+  }
+}
+
+/* Gradients of heads of which some are normalized, and of the weights: first blocks of queries, then of keys. What the
+ * next token needs is read before the current one is computed. */
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const Rope a) {
   wait_for_previous();
+  const int lane = threadIdx.x % OF_ROW;
+  const bool is_q = blockIdx.x < a.blocks_q;
+  const void* const weight = is_q ? a.q_weight : a.k_weight;
+  Walk walk(a, is_q);
+  Place x(a, walk, heads_of(is_q, a.q, a.k)), grad(a, walk, heads_of(is_q, a.grad_q, a.grad_k));
+  Place out(a, walk, heads_of(is_q, a.out_q, a.out_k)), angle(a, walk, {nullptr, a.cos_batch, 0, ROTATED});
+  const unsigned tokens = a.tokens, count = a.batch * tokens;
+  RawPairs raw[HEADS][HELD], raw_grad[HEADS][HELD];
+  Angles angles;
+  const auto read = [&] {
+    FOR_HEADS(h) FOR_SLOTS(i, slot) {
+      if (weight) raw[h][i].read(x.base, x.at + h * x.head, Slot(slot));
+      raw_grad[h][i].read(grad.base, grad.at + h * grad.head, Slot(slot));
+    }
+    angles.read(a.cos, a.sin, angle.at, lane);
+  };
+  bool is_there = walk.first < walk.apart && walk.first < count;
+  if (is_there) read();
+  Pairs factors[HELD], of_weight[HELD];
+  FOR_SLOTS(i, slot) {
+    RawWeights weights;
+    if (weight) weights.read(weight, Slot(slot));
+    weights.get(factors[i], float_of(a.shift));
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) of_weight[i].first[j] = of_weight[i].second[j] = 0.0f;
+  }
+  for (unsigned begin = 0; begin < count; begin += walk.apart) {
+    Pairs heads[HEADS][HELD], grads[HEADS][HELD];
+    FOR_HEADS(h) FOR_SLOTS(i, slot) {
+      raw[h][i].get(heads[h][i]), raw_grad[h][i].get(grads[h][i]);
+      angles.rotate(i, slot, grads[h][i], -1.0f);
+    }
+    walk.token += walk.tokens;
+    const bool is_wrapped = walk.token >= tokens, was_there = is_there;
+    if (is_wrapped) walk.token -= tokens;
+    x.advance(is_wrapped), grad.advance(is_wrapped), angle.advance(is_wrapped);
+    is_there = is_there && walk.first + walk.apart < count - begin;
+    if (is_there) read();
+    float squares[HEADS], products[HEADS];
+    FOR_HEADS(h) {
+      squares[h] = products[h] = 0.0f;
+      FOR_SLOTS(i, slot) {
+        squares[h] += square_of(heads[h][i]);
+#pragma unroll
+        for (int j = 0; j < UNIT; ++j) {
+          products[h] += grads[h][i].first[j] * factors[i].first[j] * heads[h][i].first[j];
+          products[h] += grads[h][i].second[j] * factors[i].second[j] * heads[h][i].second[j];
+        }
+      }
+    }
+    if (weight) sum_over_heads(squares, products);
+    if (was_there)
+      FOR_HEADS(h) {
+        const float scale = rsqrt_fast(squares[h] * (1.0f / DIM) + float_of(a.eps));
+        const float along = scale * products[h] * (1.0f / DIM);
+        FOR_SLOTS(i, slot) {
+          Pairs& of_head = grads[h][i];
+          if (weight) {
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+              const float first = scale * heads[h][i].first[j], second = scale * heads[h][i].second[j];
+              of_weight[i].first[j] += of_head.first[j] * first;
+              of_weight[i].second[j] += of_head.second[j] * second;
+              of_head.first[j] = scale * (of_head.first[j] * factors[i].first[j] - first * along);
+              of_head.second[j] = scale * (of_head.second[j] * factors[i].second[j] - second * along);
+            }
+          }
+          RawPairs written;
+          written.write(out.base, out.at + h * out.head, Slot(slot), of_head);
+        }
+      }
+    out.advance(is_wrapped);
+  }
+  /* The sums of the block's groups, (ROWS, DIM), each written by its thread and then added up. */
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
-  const int lane = threadIdx.x % OF_ROW, of_block = threadIdx.x / OF_ROW;
-  const number count = Group::count(a);
-  const float shift = float_of(a.shift), of_count = 1.0f / (float)a.dim;
-  Pairs of_weight[2][HELD];
-#pragma unroll
-  for (int i = 0; i < HELD; ++i)
-#pragma unroll
-    for (int j = 0; j < UNIT; ++j)
-      of_weight[0][i].first[j] = of_weight[0][i].second[j] = of_weight[1][i].first[j] = of_weight[1][i].second[j] = 0.0f;
-  for (number begin = (number)blockIdx.x * ROWS; begin < count; begin += (number)gridDim.x * ROWS) {
-    const bool is_there = begin + of_block < count;
-    const Group group(a, is_there ? begin + of_block : count - 1);
-    RawPairs raw[HEADS][HELD], raw_grad[HEADS][HELD];
-    FOR_HEADS(h) {
-      const number head = group.head + h;
-      if (head >= a.heads_q + a.heads_k) break;
-      const bool is_q = head < a.heads_q;
-      const Heads from = heads_of(is_q, a.q, a.k);
-      const Heads grad = heads_of(is_q, a.grad_q, a.grad_k);
-      FOR_SLOTS(i, slot) {
-        raw[h][i].read(from.base, group.row(a, from, head), Slot(a, slot));
-        raw_grad[h][i].read(grad.base, group.row(a, grad, head), Slot(a, slot));
-      }
-    }
-    Angles angles;
-    angles.read(a, group, lane);
-    FOR_HEADS(h) {
-      const number head = group.head + h;
-      const bool is_head = is_there && head < a.heads_q + a.heads_k, is_q = head < a.heads_q;
-      const void* const weight = is_q ? a.q_weight : a.k_weight;
-      Pairs normalized[HELD], grads[HELD], factors[HELD];
-      float sum = 0.0f;
-      if (is_head)
-        FOR_SLOTS(i, slot) {
-          raw[h][i].get(normalized[i]), raw_grad[h][i].get(grads[i]);
-          sum += square_of(normalized[i]);
-          angles.rotate(a, i, slot, grads[i], -1.0f);
-          if (!weight) continue;
-          RawWeights read;
-          read.read(weight, Slot(a, slot));
-          read.get(factors[i], shift);
-        }
-      const float scale = rsqrt_fast(sum_of_head(sum) * of_count + float_of(a.eps));
-      float along = 0.0f;
-      if (is_head && weight)
-        FOR_SLOTS(i, slot) {
-#pragma unroll
-          for (int j = 0; j < UNIT; ++j) {
-            normalized[i].first[j] *= scale, normalized[i].second[j] *= scale;
-            along += grads[i].first[j] * factors[i].first[j] * normalized[i].first[j];
-            along += grads[i].second[j] * factors[i].second[j] * normalized[i].second[j];
-          }
-        }
-      along = sum_of_head(along) * of_count;
-      if (!is_head) continue;
-      const Heads to = heads_of(is_q, a.out_q, a.out_k);
-      FOR_SLOTS(i, slot) {
-        if (weight) {
-#pragma unroll
-          for (int j = 0; j < UNIT; ++j) {
-            const float first = grads[i].first[j] * normalized[i].first[j];
-            const float second = grads[i].second[j] * normalized[i].second[j];
-            if (is_q) { /* no index, which would put them into memory */
-              of_weight[0][i].first[j] += first, of_weight[0][i].second[j] += second;
-            } else {
-              of_weight[1][i].first[j] += first, of_weight[1][i].second[j] += second;
-            }
-            grads[i].first[j] = scale * (grads[i].first[j] * factors[i].first[j] - normalized[i].first[j] * along);
-            grads[i].second[j] = scale * (grads[i].second[j] * factors[i].second[j] - normalized[i].second[j] * along);
-          }
-        }
-        raw[h][i].write(to.base, group.row(a, to, head), Slot(a, slot), grads[i]);
-      }
-    }
-  }
-  /* The sums of the block's groups, (ROWS, 2, dim), each written by its thread and then added up. */
   FOR_SLOTS(i, slot) {
-    const Slot at(a, slot);
+    float* const mine = sums + threadIdx.x / OF_ROW * DIM;
 #pragma unroll
-    for (int kind = 0; kind < 2; ++kind)
-#pragma unroll
-      for (int j = 0; j < UNIT; ++j) {
-        float* const mine = sums + (of_block * 2 + kind) * a.dim;
-        mine[at.first * UNIT + j] = of_weight[kind][i].first[j];
-        mine[at.second * UNIT + j] = of_weight[kind][i].second[j];
-      }
+    for (int j = 0; j < UNIT; ++j) {
+      mine[Slot(slot).first * UNIT + j] = of_weight[i].first[j];
+      mine[Slot(slot).second * UNIT + j] = of_weight[i].second[j];
+    }
   }
   __syncthreads();
-  for (number column = threadIdx.x; column < 2 * a.dim; column += THREADS) {
+  for (int column = threadIdx.x; column < DIM; column += THREADS) {
     float sum = 0.0f;
-    for (int other = 0; other < ROWS; ++other) sum += sums[other * 2 * a.dim + column];
-    store(a.partial + (number)blockIdx.x * 2 * a.dim + column, sum);
+    for (int other = 0; other < ROWS; ++other) sum += sums[other * DIM + column];
+    store(a.partial + (number)blockIdx.x * DIM + column, sum);
   }
 }
 
 /* The sums of all blocks: a block for each 32 columns, first of q's weight, then of k's. */
 extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Rope a) {
   wait_for_previous();
-  const number columns = 2 * a.dim, column = (number)blockIdx.x * 32 + threadIdx.x % 32;
-  const float sum = sum_over_blocks(a.partial, a.blocks, columns, column);
-  const bool is_k = column >= a.dim;
+  const unsigned of_kind = (DIM + 31) / 32, is_k = blockIdx.x >= of_kind;
   void* const to = is_k ? a.grad_k_weight : a.grad_q_weight;
-  if (threadIdx.x >= 32 || column >= columns || !to) return;
-  store((Dtype<WDTYPE>::element*)to + (is_k ? column - a.dim : column), to_element<WDTYPE>(sum));
+  if (!to) return;
+  const number column = (blockIdx.x - is_k * of_kind) * 32 + threadIdx.x % 32;
+  const float* const partial = a.partial + is_k * a.blocks_q * DIM;
+  const float sum = sum_over_blocks(partial, is_k ? a.blocks - a.blocks_q : a.blocks_q, DIM, column);
+  if (threadIdx.x < 32 && column < DIM) store((Dtype<WDTYPE>::element*)to + column, to_element<WDTYPE>(sum));
 }
 #endif

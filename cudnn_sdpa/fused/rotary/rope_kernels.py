@@ -34,13 +34,12 @@ _OF_WARPS, _OF_SUMMING = 4 * _THREADS // 32, 4 * _SUMMING // 32
 #: Largest head dim, from the shared memory of the sums for weights.
 MAX_DIM = 1024
 
-#: Heads of a thread, and of one that computes gradients, which needs more registers for each; and heads per
-#: multiprocessor from which a thread has more than one.
-_AT_ONCE, _AT_ONCE_BACKWARD, _MANY = 4, 2, 512
+#: Heads of a thread, and heads per multiprocessor from which a thread has more than one.
+_AT_ONCE, _MANY = 4, 512
 
-#: Blocks of a multiprocessor that sum gradients of weights, and the most features of their units: with wider ones
-#: registers allow three blocks, which wait for memory most of the time.
-_BLOCKS, _UNIT_OF_SUMS = 5, 4
+#: Of kernels that sum gradients of weights: the most features of a unit; heads of a thread that has at most so many
+#: bytes of each; and the blocks of a multiprocessor by the features of a head in a thread, as registers allow.
+_UNIT_OF_SUMS, _AT_ONCE_BACKWARD, _FEW_BYTES, _BLOCKS = 4, 2, 16, {8: 5, 16: 3, 32: 2}
 
 
 class Tiles(NamedTuple):
@@ -50,13 +49,19 @@ class Tiles(NamedTuple):
         unit: Features of a unit.
         of_row: The threads of a head.
         held: Slots of a thread.
+        slots: Slots of a head.
+        rotated: The first slots, which are rotated.
         heads: Heads that a thread computes.
+        blocks: Blocks of a multiprocessor that sum gradients of weights.
     """
 
     unit: int
     of_row: int
     held: int
-    heads: int
+    slots: int
+    rotated: int
+    heads: int = 1
+    blocks: int = 1
 
     @property
     def rows(self) -> int:
@@ -137,17 +142,24 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     if dim > MAX_DIM:
         raise UnsupportedError("rope", [f"the head dim is {dim}; the kernel serves up to {MAX_DIM}"])
     pages, slots, table = layouts.get("out_v"), layouts.get("slot_mapping"), layouts.get("table")
-    count = batch * tokens * (heads_q + (0 if k is None else k.shape[1] * (1 if pages is None else 2)))
+    heads_k = 0 if k is None else k.shape[1]
+    count = batch * tokens * (heads_q + heads_k * (1 if pages is None else 2))
     processors = int(dict(key.target.properties)["multiProcessorCount"]) or 1
     has_sums, is_fp8 = "sum_blocks" in kernels, "q_scale" in layouts
     heads = {name: layouts[name] for name in _HEADS if name in layouts}
     tiles = _tiles(heads, dim, rotary_dim, most=_UNIT_OF_SUMS if has_sums else ALIGNMENT)
-    if count >= _MANY * processors:
-        tiles = tiles._replace(heads=_AT_ONCE_BACKWARD if has_sums else _AT_ONCE)
-    groups = batch * tokens * -(-count // (batch * tokens * tiles.heads))
-    blocks = -(-groups // tiles.rows)
+    is_many = count >= _MANY * processors
     if has_sums:
-        blocks = min(blocks, processors * _BLOCKS)
+        features = 2 * tiles.unit * tiles.held
+        at_once = _AT_ONCE_BACKWARD if is_many and features * given.dtype.itemsize <= _FEW_BYTES else 1
+        per_processor = next(blocks for most, blocks in _BLOCKS.items() if features <= most)
+        tiles = tiles._replace(heads=math.gcd(heads_q, heads_k, at_once), blocks=per_processor)
+        share = processors * per_processor / (heads_q + heads_k)
+        blocks_q, blocks_k = (_blocks(tiles, batch * tokens, x, most=int(share * x)) for x in (heads_q, heads_k))
+    else:
+        tiles = tiles._replace(heads=_AT_ONCE if is_many else 1)
+        blocks_q, blocks_k = _blocks(tiles, batch * tokens, count // (batch * tokens)), 0
+    blocks = blocks_q + blocks_k
     made = functools.partial(
         _kernel,
         tiles=tiles,
@@ -157,14 +169,14 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
         fp8=is_fp8,
         append=pages is not None,
     )
-    shared = 8 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
+    shared = 4 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
     calls = [KernelCall(made(kernels[0], shared=shared), blocks, _THREADS)]
     if is_fp8:
         calls.append(KernelCall(made("largest_of_blocks", shared=_OF_SUMMING), 1 if k is None else 2, _SUMMING))
     if has_sums:
-        calls.append(KernelCall(made("sum_blocks", shared=4 * _SUMMING), -(-2 * dim // _COLUMNS), _SUMMING))
+        calls.append(KernelCall(made("sum_blocks", shared=4 * _SUMMING), 2 * -(-dim // _COLUMNS), _SUMMING))
     fields = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
-    scratch = {"partial": (blocks, 2, dim)} if has_sums else {"partial": (blocks, 2)} if is_fp8 else {}
+    scratch = {"partial": (blocks, dim)} if has_sums else {"partial": (blocks, 2)} if is_fp8 else {}
     named = {x.name: fields[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
     named |= dict.fromkeys(scratch, "partial")
     return KernelProgram(
@@ -173,12 +185,10 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
             batch=batch,
             tokens=tokens,
             heads_q=heads_q,
-            heads_k=0 if k is None else k.shape[1],
-            dim=dim,
-            slots=dim // (2 * tiles.unit),
-            rotated=rotary_dim // (2 * tiles.unit),
+            heads_k=heads_k,
             cos_batch=tokens * cos.shape[-1] // tiles.unit if cos.shape[0] > 1 else 0,
             blocks=blocks,
+            blocks_q=blocks_q,
             slot_bytes=0 if slots is None else slots.dtype.itemsize,
             table_row=0 if table is None else table.stride[0],
             columns=0 if table is None else table.shape[1],
@@ -194,6 +204,13 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     )
 
 
+def _blocks(tiles: Tiles, tokens: int, heads: int, most: int | None = None) -> int:
+    """Blocks of groups of threads, one for `tiles.heads` heads of a token; up to `most`, but at least for one token."""
+    groups = -(-heads // tiles.heads)
+    blocks = -(-tokens * groups // tiles.rows)
+    return blocks if most is None else min(blocks, max(most, -(-groups // tiles.rows)))
+
+
 def _tiles(heads: Mapping[str, TensorLayout], dim: int, rotary_dim: int, most: int) -> Tiles:
     """The widest units of which all heads are made, and both halves of what is rotated and of the rest."""
     unit = math.gcd(rotary_dim // 2, (dim - rotary_dim) // 2, most)
@@ -202,7 +219,7 @@ def _tiles(heads: Mapping[str, TensorLayout], dim: int, rotary_dim: int, most: i
         unit = math.gcd(unit, ALIGNMENT // x.dtype.itemsize, *strides)
     slots = dim // (2 * unit)
     of_row = min(32, 1 << (slots - 1).bit_length())
-    return Tiles(unit, of_row, -(-slots // of_row), heads=1)
+    return Tiles(unit, of_row, -(-slots // of_row), slots, rotated=rotary_dim // (2 * unit))
 
 
 def _strides(x: TensorLayout | None, unit: int) -> dict[str, int]:

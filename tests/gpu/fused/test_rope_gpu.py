@@ -53,6 +53,7 @@ def test_values_and_gradients(shape, dtype, normed):
         wanted = right(**{"k": None, **exact}, cos=given["cos"], sin=given["sin"], **options)
         grads = [torch.randn_like(x).to(dtype) for x in wanted]
         of_wanted = torch.autograd.grad(wanted, list(exact.values()), [x.double() for x in grads])
+        of_runs = []
         for _ in range(2):
             poison(*(tuple(x.shape) for x in wanted), dtype=dtype)
             out = [x for x in rope(**{**given, **leaves}, **options) if x is not None]
@@ -61,6 +62,8 @@ def test_values_and_gradients(shape, dtype, normed):
                 assert difference(x, y) < BOUNDS[dtype]
             for x, y in zip(found, of_wanted, strict=True):
                 assert difference(x, y) < 2 * BOUNDS[dtype]
+            of_runs.append(found)
+        assert all(map(torch.equal, *of_runs))
 
 
 def test_in_a_cuda_graph():

@@ -103,12 +103,33 @@ def test_kernels_match_float64(number):
 
 
 @pytest.mark.usefixtures("reversed_order")
-@pytest.mark.parametrize("normed", ["", "q", "qk"])
-def test_many_heads_of_a_thread(normed):
-    """Four heads forward and two backward, the last of a token fewer; more groups than blocks."""
-    given = drawn(16, 8, 5, 2, dtype=torch.bfloat16, tokens=300) | weights_of(16, torch.bfloat16, normed)
+@pytest.mark.parametrize("normed", ["", "q", "k", "qk"])
+@pytest.mark.parametrize("shape", [(16, 8, 5, 2), (16, 8, 6, 4), (40, 24, 2, 2), (16, 16, 1, 150)], ids=str)
+def test_many_heads_of_a_thread(normed, shape):
+    """Four heads forward, the last of a token fewer; backward two if that divides all heads, of many tokens in turn."""
+    tokens = 300 if shape[-1] < 100 else 3
+    given = drawn(*shape, dtype=torch.bfloat16, tokens=tokens) | weights_of(shape[0], torch.bfloat16, normed)
     with gpu_on_the_cpu(**one_processor()):
         check(given, {}, BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("shape", [(96, 32, 3, 1), (256, 256, 2, 2), (640, 512, 1, 1), (1024, 1024, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_many_tokens_of_each_size_of_head(dtype, shape):
+    given = drawn(*shape, dtype=dtype, tokens=70) | weights_of(shape[0], torch.float32, "qk")
+    with gpu_on_the_cpu(**one_processor()):
+        check(given, {"interleaved": shape[2] > 1}, BOUNDS[dtype])
+
+
+def test_gradients_of_heads_without_a_norm_do_not_depend_on_them():
+    given = drawn(64, 64, 2, 1, dtype=torch.float32) | weights_of(64, torch.float32, "q")
+    k = torch.full_like(given["k"], torch.nan).requires_grad_()
+    with gpu_on_the_cpu():
+        _, out = rope(**{**given, "k": k})
+        grad = torch.randn_like(out)
+        (found,) = torch.autograd.grad(out, k, grad)
+    wanted = right(grad.double(), None, given["cos"].double(), -given["sin"].double())[0]
+    assert difference(found, wanted) < BOUNDS[torch.float32]
 
 
 def test_kernels_compile_for_all_gpus_supported():
