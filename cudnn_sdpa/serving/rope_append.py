@@ -19,7 +19,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Value
-from cudnn_sdpa.fused.rotary.rope import operands_of
+from cudnn_sdpa.fused.rotary.rope import completed, operands_of
 from cudnn_sdpa.fused.rotary.rope_graphs import as_heads, rope_rows
 from cudnn_sdpa.fused.rotary.rope_kernels import own_rope_append
 from cudnn_sdpa.graph.layouts import EXPONENT_BITS, TensorLayout, dense_stride_like
@@ -107,12 +107,6 @@ def rope_append(step: PagedStep, layer: int, v: Tensor, *, interleaved: bool, **
     out = rotate_and_append(*operands, v, *cache._places_of(step, layer), interleaved)
     step.written.add(layer)
     return out
-
-
-def completed(operands: tuple[Value, ...]) -> tuple[Value, ...]:
-    """All operands of a rotation."""
-    values = [float(x) if isinstance(x, int) else x for x in operands]
-    return (*values, *(None,) * (_OF_ROTATION - len(values)))
 
 
 class RopeAppendCall(NamedTuple):

@@ -4,8 +4,8 @@
  * same angles. A head has slots of two units: those that are rotated together, then those of features that are not. Each
  * thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring features, not one of each
  * half. FP8: results are in E4M3 with a given scale for queries and one for keys. APPEND: keys, and values as they are,
- * go into the slots of tokens; with FP8, the bits of its exponent, divided by scales of their own. Other macros: see
- * rows.cuh.
+ * go into the slots of tokens; with FP8, the bits of its exponent, divided by scales of their own. IN_PLACE: results
+ * are where heads were. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 #include "slots.cuh"
@@ -104,7 +104,7 @@ struct RawPairs {
   Raw<DTYPE> first, second;
 
   __device__ __forceinline__ void read(const void* base, number row, const Slot& slot) {
-    first.read(base, row + slot.first), second.read(base, row + slot.second);
+    first.read<IN_PLACE>(base, row + slot.first), second.read<IN_PLACE>(base, row + slot.second);
   }
 
   __device__ __forceinline__ void get(Pairs& pairs) const { first.get(pairs.first), second.get(pairs.second); }
