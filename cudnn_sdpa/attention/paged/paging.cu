@@ -220,11 +220,6 @@ struct Append {
   Move of[2];
 };
 
-union Bits {
-  unsigned bits;
-  float value;
-};
-
 __device__ float to_float(unsigned bits, int is_bfloat16) {
   Bits x;
   if (is_bfloat16) {
@@ -239,26 +234,6 @@ __device__ float to_float(unsigned bits, int is_bfloat16) {
   }
   x.bits |= (bits & 0x8000u) << 16;
   return x.value;
-}
-
-/* To the nearest number of FP8, ties to even; the largest one beyond it, and NaN for NaN. As integers, for GPUs without
- * an instruction for it; PyTorch's conversion gives the same bits. */
-__device__ unsigned to_fp8(float value, unsigned exponent) {
-  unsigned mantissa = 7 - exponent, dropped = 23 - mantissa, bias = (1u << (exponent - 1)) - 1;
-  unsigned largest = exponent == 4 ? 0x43e00000u : 0x47600000u; /* 448, 57344 */
-  Bits x, least;
-  x.value = value;
-  unsigned sign = x.bits >> 24 & 0x80u;
-  x.bits &= 0x7fffffffu;
-  if (x.bits > 0x7f800000u) return sign | 0x7f;
-  if (x.bits > largest) x.bits = largest;
-  if (x.bits < (128 - bias) << 23) { /* subnormal: the sum's last bit is the smallest number */
-    least.bits = (128 - bias + dropped) << 23;
-    x.value += least.value;
-    return sign | (x.bits - least.bits);
-  }
-  x.bits += ((bias - 127) << 23) + (1u << (dropped - 1)) - 1 + (x.bits >> dropped & 1);
-  return sign | x.bits >> dropped;
 }
 
 /* Some elements of a head: 16 bytes if they are wide, otherwise one. */
