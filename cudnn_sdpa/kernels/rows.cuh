@@ -69,12 +69,10 @@ struct Raw {
 
   __device__ __forceinline__ Raw() {}
 
-  /* `is_written`: this kernel writes there, too. */
-  template <bool is_written = false>
   __device__ __forceinline__ void read(const void* base, number unit) {
     const word* const from = (const word*)base + unit * words;
 #pragma unroll
-    for (int i = 0; i < words; ++i) word_at[i] = is_written ? load_back(from + i) : load(from + i);
+    for (int i = 0; i < words; ++i) word_at[i] = load(from + i);
   }
 
   __device__ __forceinline__ void write(void* base, number unit) const {

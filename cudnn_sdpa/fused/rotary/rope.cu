@@ -3,9 +3,9 @@
  * OF_ROW threads share a head, a power of 2 up to 32, and compute HEADS heads of a token one after the other, with the
  * same angles. A head has SLOTS slots of two units: ROTATED ones of features that are rotated together, then those of
  * features that are not. Each thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring
- * features, not one of each half. FP8: results are in E4M3 with a given scale for queries and one for keys. APPEND: keys, and values as they are,
- * go into the slots of tokens; with FP8, the bits of its exponent, divided by scales of their own. IN_PLACE: results
- * are where heads were. Other macros: see rows.cuh.
+ * features, not one of each half. FP8: results are in E4M3 with a given scale for queries and one for keys. APPEND: keys,
+ * and values as they are, go into the slots of tokens; with FP8, the bits of its exponent, divided by scales of their
+ * own. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 #include "slots.cuh"
@@ -103,7 +103,7 @@ struct RawPairs {
   Raw<DTYPE> first, second;
 
   __device__ __forceinline__ void read(const void* base, number row, const Slot& slot) {
-    first.read<IN_PLACE>(base, row + slot.first), second.read<IN_PLACE>(base, row + slot.second);
+    first.read(base, row + slot.first), second.read(base, row + slot.second);
   }
 
   __device__ __forceinline__ void get(Pairs& pairs) const { first.get(pairs.first), second.get(pairs.second); }

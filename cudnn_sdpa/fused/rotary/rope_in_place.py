@@ -165,9 +165,9 @@ def _first(operands: tuple[Value, ...], tensors: list[Tensor], options: Options)
         return None
     device, (read, results, _) = tensors[0].get_device(), as_heads(values, list(written.values()), options)
     with torch.cuda.device(device):
-        named, static = dict(zip(given, read, strict=True)), options | {"in_place": True}
+        named = dict(zip(given, read, strict=True))
         target, layout = live_target(device), TensorLayout.of
-        key = own.key_of(own_rope, named, results, static, target=target, device=device, layout=layout)
+        key = own.key_of(own_rope, named, results, options, target=target, device=device, layout=layout)
         plan = own_rope.plan(key)
     plan.held = True  # it owns nothing, and there may be one for each number of tokens
     addresses = {f"output{index}": Address(name) for index, name in enumerate(written)}

@@ -79,10 +79,9 @@ def _kernel(
     interleaved: bool,
     fp8: int,
     append: bool,
-    in_place: bool,
 ) -> Kernel:
     defines = {"DTYPE": DTYPES[dtype], "WDTYPE": DTYPES[weight], "INTERLEAVED": int(interleaved), "THREADS": _THREADS}
-    defines |= {"FP8": fp8, "APPEND": int(append), "IN_PLACE": int(in_place)}
+    defines |= {"FP8": fp8, "APPEND": int(append)}
     return Kernel(_SOURCE, name, defines | {k.upper(): x for k, x in tiles._asdict().items()}, shared)
 
 
@@ -172,7 +171,6 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
         interleaved=bool(key.option_values["interleaved"]),
         fp8=int(is_fp8) if pages is None else EXPONENT_BITS.get(pages.dtype, 0),
         append=pages is not None,
-        in_place=bool(key.option_values.get("in_place")),
     )
     shared = 4 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
     calls = [KernelCall(made(kernels[0], shared=shared), blocks, _THREADS)]
