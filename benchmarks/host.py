@@ -11,6 +11,7 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks import fused
+from benchmarks.convolutions import Case
 from benchmarks.tools import cases, hand_graphs, peers
 from benchmarks.tools.launches import launches_of
 from benchmarks.tools.output import Row
@@ -25,6 +26,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher
 from cudnn_sdpa.fused.activation import silu_mul
+from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.fused.graph_op import graph_op
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -195,21 +197,29 @@ def own_silu_mul(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
     return g.mul(a=g.swish(input=gate), b=up)
 
 
+#: A convolution that takes the GPU a few microseconds.
+SMALL = Case(batch=1, channels=64, size=32, filters=64, extent=3, padding=1)
+
+
 def _fused_calls() -> dict[str, Call]:
     (x, weight), (gate, up) = fused.norm_inputs(512, 1024), fused.gate_inputs(512, 1024)
     rows = gate.unsqueeze(0), up.unsqueeze(0)
+    image = SMALL.inputs()
     return {
         "rms_norm": lambda: rms_norm(x, weight),
         "silu_mul": lambda: silu_mul(gate, up),
+        "conv2d": lambda: conv2d(*image, padding=SMALL.padding),
         "graph_op of one's own, SiLU(gate) · up": lambda: own_silu_mul(*rows),
     }
 
 
 def _eager_calls() -> dict[str, Call]:
     (x, weight), (gate, up) = fused.norm_inputs(512, 1024), fused.gate_inputs(512, 1024)
+    image = SMALL.inputs()
     return {
         "pytorch rms_norm": lambda: torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6),
         "pytorch silu, mul": lambda: torch.nn.functional.silu(gate) * up,
+        "pytorch conv2d": lambda: torch.nn.functional.conv2d(*image, padding=SMALL.padding),
     }
 
 
