@@ -69,6 +69,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.fused.rotary.rope import RopeInFp8 as RopeInFp8
     from cudnn_sdpa.fused.rotary.rope import rope as rope
     from cudnn_sdpa.fused.rotary.rope import rope_fp8 as rope_fp8
+    from cudnn_sdpa.fused.rotary.rope_in_place import rope_ as rope_
     from cudnn_sdpa.nn import Fp8Attention as Fp8Attention
     from cudnn_sdpa.offline.warmup import WarmupReport as WarmupReport
     from cudnn_sdpa.offline.warmup import compile_plans as compile_plans
@@ -122,6 +123,7 @@ _NAMES = {
     "fused.graph_op": "GraphFunction graph_op",
     "fused.norm": "NormInFp8 layer_norm rms_norm rms_norm_fp8",
     "fused.rotary.rope": "RopeInFp8 rope rope_fp8",
+    "fused.rotary.rope_in_place": "rope_",
     "nn": "Fp8Attention",
     "offline.warmup": "WarmupReport compile_plans warmup",
     "planning.record": "record_plans",

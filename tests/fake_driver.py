@@ -19,6 +19,28 @@ from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
 
 
+class Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
+
+
+class Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+#: `cuLaunchKernelEx`: configuration, function, arguments, extra.
+LAUNCH_EX = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), *(ctypes.c_void_p,) * 3)
+
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+OVERLAPS = 6
+
+
 @dataclass
 class Launch:
     """What the driver was asked to launch; the stream and the argument are as they were, the rest is the plan's."""
@@ -29,6 +51,7 @@ class Launch:
     shared: int
     stream: int
     fields: list[int]
+    overlaps: bool = False
 
     @classmethod
     def of(cls, name: str, given: Sequence[int | None], words: int) -> Launch:
@@ -42,6 +65,16 @@ class Launch:
         fields = list((ctypes.c_int64 * words).from_address(ctypes.c_uint64.from_address(arguments).value))
         return cls(name, blocks, threads, shared, stream or 0, fields)
 
+    @classmethod
+    def of_ex(cls, name: str, config: Config, arguments: int, words: int) -> Launch:
+        """A launch with what `cuLaunchKernelEx` is given."""
+        grid, block = (config.grid[i] for i in range(3)), (config.block[i] for i in range(3))
+        launch = cls.of(name, (*grid, *block, config.shared, config.stream, arguments, None), words)
+        given = [config.attributes[i] for i in range(config.count)]
+        assert all((x.id, list(x.value)) == (OVERLAPS, [1] + [0] * 15) for x in given)
+        launch.overlaps = bool(given)
+        return launch
+
 
 class FakeDriver:
     """The driver, for kernels whose argument has so many words.
@@ -50,27 +83,35 @@ class FakeDriver:
         launches: All launches that were asked for.
         statuses: What the next launches answer, the first first; then 0, and the kernel runs.
         made_current: How often the context of a thread was set.
+        sm: The GPU's compute capability.
     """
 
     def __init__(self, words: int) -> None:
         self.launches: list[Launch] = []
         self.statuses: list[int] = []
-        self.made_current, self._words = 0, words
+        self.made_current, self.sm, self._words = 0, 90, words
         self._kernels: dict[int, CpuKernel] = {}
         self._loaded: dict[Kernel, LoadedKernel] = {}
-        self.cuLaunchKernel = LAUNCH(self._launch)
+        self.cuLaunchKernel, self.cuLaunchKernelEx = LAUNCH(self._launch), LAUNCH_EX(self._launch_ex)
 
     def on(self, kernel: Kernel, device: int) -> LoadedKernel:
         """In place of `Kernel.on`."""
         if kernel not in self._loaded:
             number = 1 + len(self._loaded)
             self._kernels[number] = CpuKernel(kernel)
-            self._loaded[kernel] = LoadedKernel(kernel.name, number, device, kernel.shared)
+            overlaps = kernel.overlaps(self.sm)
+            self._loaded[kernel] = LoadedKernel(kernel.name, number, device, kernel.shared, overlaps=overlaps)
         return self._loaded[kernel]
 
     def _launch(self, function: int, *given: int | None) -> int:
+        return self._run(self._kernels[function], Launch.of(self._kernels[function].name, given, self._words))
+
+    def _launch_ex(self, config: Any, function: int, arguments: int, extra: int | None) -> int:
+        assert extra is None
         kernel = self._kernels[function]
-        launch = Launch.of(kernel.name, given, self._words)
+        return self._run(kernel, Launch.of_ex(kernel.name, config.contents, arguments, self._words))
+
+    def _run(self, kernel: CpuKernel, launch: Launch) -> int:
         self.launches.append(launch)
         status = self.statuses.pop(0) if self.statuses else 0
         if not status:

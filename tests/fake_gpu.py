@@ -67,12 +67,13 @@ class FakePlan:
         launched: The keys of all launches of all plans, in order.
     """
 
-    device, last_used, place, held, loaded, captured, tuned = 0, 0, 0, True, False, False, False
+    device, place, held, loaded, captured, tuned = 0, 0, True, False, False, False
     engine, knobs, workspace, build_seconds = "fake", {}, 0, 0.0
     launched: list[PlanKey] = []  # noqa: RUF012 - of all plans
+    last_used = plan.Plan.last_used
 
     def __init__(self, key: PlanKey, compute: Compute = graph_of) -> None:
-        self.key, self.compute = key, compute
+        self.key, self.compute, self._last_used, self.native_use = key, compute, 0, array("Q", (0,))
         filled = [operand for operand in key.inputs if operand.role is Role.FILL]
         self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in filled}
 

@@ -2132,6 +2132,36 @@ class Rope(Operation):
 
 
 @operation
+class RopeInPlace(Rope):
+    """Heads are views of one projection, with numbers behind them that stay."""
+
+    name = "rope_"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        return replace(super().draw(r, seed, device), wanted=())
+
+    def call(self, tensors, options, facts):
+        heads, at = [tensors[name] for name in "qk" if name in tensors], -2 if tensors["q"].dim() == 3 else 1
+        rest = torch.ones_like(heads[0])
+        if math.prod(heads[0].shape[at:]) * rest.element_size() % 16:  # behind these, keys would be misaligned
+            written = [x.clone() for x in heads]
+        else:
+            *written, rest = torch.cat([*heads, rest], at).split([x.shape[at] for x in (*heads, rest)], at)
+        angles = {name: x for name, x in tensors.items() if name not in ("q", "k")}
+        cudnn_sdpa.rope_(*written, *[None] * (2 - len(written)), **angles, **options)
+        return {f"out_{name}": x for name, x in zip("qk", written, strict=False)} | {"rest": rest}
+
+    def exact(self, case, options, leaves, known):
+        return super().exact(case, options, leaves, known) | {"rest": torch.ones_like(leaves["q"])}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        return super().bounds(case, options, leaves, grads, known, precision) | {"rest": torch.zeros_like(leaves["q"])}
+
+    def check_places(self, case, tensors, found, gradients):
+        return ()
+
+
+@operation
 class RopeFp8(Rope):
     """Results are multiplied by their scales."""
 

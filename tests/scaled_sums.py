@@ -1,6 +1,7 @@
 """A plan of two of the library's own kernels that serves tensors of all sizes: these are in an array of the host.
 
-The first kernel sums rows, with weights if there are any, into scratch memory. The second one scales the sums.
+The first kernel sums rows, with weights if there are any, into scratch memory. The second one scales the sums, and does
+not wait itself for what is ahead in the stream.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 
 SOURCE = """
+#include "launch.cuh"
+
 typedef long long number;
 
 struct Call {
@@ -37,6 +40,7 @@ struct Call {
 };
 
 extern "C" __global__ void sum_rows(const Call a) {
+  wait_for_previous();
   for (number row = blockIdx.x; row < a.sizes[0]; row += gridDim.x) {
     float sum = 0.0f;
     for (number j = 0; j < a.sizes[1]; ++j) sum += a.x[row * a.sizes[2] + j] * (a.weights ? a.weights[j] : 1.0f);

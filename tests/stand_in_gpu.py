@@ -20,6 +20,7 @@ from types import ModuleType
 import pytest
 import real_plans
 import torch
+from fake_driver import Attribute, Config
 from fake_gpu import LIBRARIES
 from native_way import native_way
 
@@ -63,21 +64,6 @@ def library() -> ctypes.CDLL:
     return found
 
 
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
 class Kernel:
     """A kernel whose arguments have these sizes, in bytes."""
 
@@ -95,8 +81,8 @@ class Kernel:
         packed: bool = False,
     ) -> None:
         """Launches it as cuDNN's host code would."""
-        given = (_Attribute * 4)(*(_Attribute(id_, 0, (value,)) for id_, value in (attributes or {}).items()))
-        config = _Config((blocks, 1, 1), (128, 1, 1), 64, stream, given, len(attributes or {}))
+        given = (Attribute * 4)(*(Attribute(id_, 0, (value,)) for id_, value in (attributes or {}).items()))
+        config = Config((blocks, 1, 1), (128, 1, 1), 64, stream, given, len(attributes or {}))
         buffers = [ctypes.create_string_buffer(one, len(one)) for one in (b"".join(arguments),) if packed]
         buffers = buffers or [ctypes.create_string_buffer(one, len(one)) for one in arguments]
         pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))

@@ -2,6 +2,7 @@
  *
  * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
+#include "launch.cuh"
 
 typedef long long number;
 
@@ -82,6 +83,7 @@ __device__ void convert(const Mask& mask) {
 }
 
 extern "C" __global__ void make_bias(const Mask mask) {
+  wait_for_previous();
   if (mask.size == 4) {
     convert<unsigned>(mask);
   } else {

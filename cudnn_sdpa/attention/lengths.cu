@@ -2,6 +2,7 @@
  *
  * Blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
+#include "launch.cuh"
 
 typedef long long number;
 
@@ -36,6 +37,7 @@ struct Lengths {
  * Decode engines ignore lengths of queries: there, a sequence without queries is passed as one without keys.
  */
 extern "C" __global__ void correct_lengths(const Lengths a) {
+  wait_for_previous();
   number first = (number)blockIdx.x * blockDim.x + threadIdx.x, step = (number)gridDim.x * blockDim.x;
   for (number b = first; b < a.given.batch; b += step) {
     number q = queries(a.given, b), kv = keys(a.given, b);
@@ -59,6 +61,7 @@ struct Limits {
 };
 
 extern "C" __global__ void limit_rows(const Limits a) {
+  wait_for_previous();
   number first = (number)blockIdx.x * blockDim.x + threadIdx.x, step = (number)gridDim.x * blockDim.x;
   for (number i = first; i < a.given.batch * a.rows; i += step) {
     number row = i % a.rows, q = queries(a.given, i / a.rows), kv = keys(a.given, i / a.rows);

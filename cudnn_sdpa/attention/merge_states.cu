@@ -96,6 +96,7 @@ __device__ void merge(const Merge& a, number row, number unit) {
 }
 
 extern "C" __global__ void merge_states(const Merge a) {
+  wait_for_previous();
   const int wide = 16 / sizeof(element);
   const number units = a.is_wide ? a.dim / wide : a.dim, all = a.rows * units, step = (number)gridDim.x * blockDim.x;
   for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {

@@ -124,6 +124,7 @@ __device__ __forceinline__ float part_of(const SinkGradient& a, number head, num
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) sum_chunks(const SinkGradient a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
   const int lanes = (int)a.lanes, heads = (int)a.side_by_side, groups = THREADS / lanes;
@@ -143,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) sum_chunks(const SinkGr
 
 /* A warp for each head. */
 extern "C" __global__ void sum_heads(const SinkGradient a) {
+  wait_for_previous();
   const number warps = (number)gridDim.x * (blockDim.x / 32);
   const int lane = threadIdx.x % 32;
   for (number head = (number)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; head < a.heads; head += warps) {

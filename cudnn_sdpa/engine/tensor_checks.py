@@ -265,14 +265,43 @@ def check_out_apart(out: Tensor, call: Fields) -> None:
     check_apart("out", out, zip(call._fields, call[:-1], strict=False), "Allocate it with torch.empty_like(q).")
 
 
-def check_apart(name: str, tensor: Tensor, others: Iterable[tuple[str, object]], hint: str = "") -> None:
-    """Refuses a tensor, which is written to, whose range overlaps that of others: also of interleaved views."""
+def check_apart(
+    name: str, tensor: Tensor, others: Iterable[tuple[str, object]], hint: str = "", *, may_interleave: bool = False
+) -> None:
+    """Refuses a tensor, which is written to, whose range overlaps that of others.
+
+    That is so for interleaved views, too, unless they may be: those of one projection have no element in common.
+    """
     begin, end = tensor.data_ptr(), _end(tensor)
     if begin == 0 or not tensor.numel():  # it has no data
         return
     for other, x in others:
-        if isinstance(x, Tensor) and x.data_ptr() < end and begin < _end(x) and x.numel():
+        if not isinstance(x, Tensor) or x.data_ptr() >= end or begin >= _end(x) or not x.numel():
+            continue
+        if not (may_interleave and _interleave(tensor, x)):
             raise LayoutError(name, f"memory that overlaps {other}", "a separate buffer", hint)
+
+
+def _interleave(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are apart in each period of some length, as views of one projection are in each row."""
+    strides = [
+        [
+            (size - 1, stride * x.element_size())
+            for size, stride in zip(x.shape, x.stride(), strict=True)
+            if size > 1 and stride
+        ]
+        for x in (one, other)
+    ]
+    apart = other.data_ptr() - one.data_ptr()
+    for _, period in strides[0]:
+        begin = apart % period
+        one_end, other_end = (
+            x.element_size() + sum(count * stride for count, stride in of if stride % period)
+            for x, of in zip((one, other), strides, strict=True)
+        )
+        if one_end <= begin and begin + other_end <= period:
+            return True
+    return False
 
 
 def aligned(name: str, tensor: Tensor) -> Tensor:

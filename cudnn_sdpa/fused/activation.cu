@@ -82,6 +82,7 @@ struct Place {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) activate(const Gated a) {
+  wait_for_previous();
   const Place at(a);
   if (!at.is_there(a)) return;
   Raw<DTYPE> gate, up, out;
@@ -96,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(const Gated a) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Gated a) {
+  wait_for_previous();
   const Place at(a);
   if (!at.is_there(a)) return;
   Raw<DTYPE> grad, gate, up, found;

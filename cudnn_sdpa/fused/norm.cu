@@ -109,6 +109,7 @@ __device__ __forceinline__ void result_of(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
   const int lane = threadIdx.x % OF_ROW;
@@ -220,6 +221,7 @@ __device__ __forceinline__ Parts parts_of(
 
 /* A block computes the rows from its number on, as many apart as there are blocks, and sums for the weight. */
 extern "C" __global__ void BOUNDS gradients(const Norm a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
   const int lane = threadIdx.x % OF_ROW, group = threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
@@ -326,6 +328,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
 
 /* The sums of all blocks: a block for each 32 columns, first of the weight, then of the bias. */
 extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Norm a) {
+  wait_for_previous();
   const number columns = (LAYER ? 2 : 1) * a.n, column = (number)blockIdx.x * 32 + threadIdx.x % 32;
   const float sum = sum_over_blocks(a.partial, a.blocks, columns, column);
   if (threadIdx.x >= 32 || column >= columns) return;

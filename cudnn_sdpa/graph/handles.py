@@ -18,6 +18,7 @@ import torch
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import Handle
+from cudnn_sdpa.graph.private_memory import private_memory
 from cudnn_sdpa.settings import renewed_in_children
 
 #: Size of a slot's memory: more than this PyTorch's allocator takes from 20 MiB, which the slot would keep for good.
@@ -39,7 +40,7 @@ class Slot:
 
     A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
     the scratch memory at once. Behind it lie zeros, which native code clears (`ZEROS_BYTES`). The default stream is
-    never captured and uses no graph's memory pool; on other streams every launch allocates its memory.
+    never captured; on other streams every launch allocates its memory.
 
     Prologue memory must keep its contents until the plan has read it. Between the kernels' launch and the plan's, the
     same thread may begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So a call
@@ -51,8 +52,7 @@ class Slot:
 
     __slots__ = (
         "_bindings",
-        "_filled",
-        "_workspace",
+        "_kept",
         "bound",
         "cleared",
         "filled",
@@ -69,13 +69,11 @@ class Slot:
         self.bound = array("q", (-1,))  # these are arrays so that native code reads memory instead of attributes
         self.cleared = array("Q", (0, 0))  # where zeros begin that no launch has counted in, and where they end
         self.taken = bytearray(1)
-        self._workspace: torch.Tensor | None = None
-        self._filled: torch.Tensor | None = None
+        self._kept: list[torch.Tensor] = []  # a signal handler's call may add memory of the same use: launches use both
 
     def bind(self, stream: int) -> None:
-        if stream == 0 and self._workspace is None:
-            self._workspace = _memory(SCRATCH_BYTES + ZEROS_BYTES)
-            self.scratch = self._workspace.data_ptr()
+        if stream == 0 and not self.scratch:
+            self.scratch = self._address_of(_memory(_SLOT_BYTES))
         while self.bound[0] != stream:
             self.bound[0], self._bindings = -1, self._bindings + 1
             this = self._bindings
@@ -86,14 +84,17 @@ class Slot:
 
     def make_filled(self) -> int:
         """Allocates the prologue memory and returns its address. The default stream must be the current one."""
-        if self._filled is None:
-            self._filled = _memory(FILLED_BYTES)
-            self.filled = self._filled.data_ptr()
+        if not self.filled:
+            self.filled = self._address_of(_memory(FILLED_BYTES))
         return self.filled
+
+    def _address_of(self, memory: torch.Tensor) -> int:
+        self._kept.append(memory)
+        return memory.data_ptr()
 
 
 def _memory(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device="cuda")
+    return private_memory(torch.cuda.current_device(), size)
 
 
 # Slots of finished threads by device, and all slots ever made. Atomic list operations are their only accesses: the

@@ -34,6 +34,9 @@ CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
 
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CUDNN_DTYPE_NAMES}
 
+#: Bits of the exponent of numbers in FP8.
+EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+
 #: Alignment in bytes of every pointer and every stride of cuDNN's kernels (one 128-bit load).
 ALIGNMENT = 16
 

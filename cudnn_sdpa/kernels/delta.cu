@@ -3,6 +3,7 @@
 
 /* A warp computes a row. */
 extern "C" __global__ void grad_delta(const Attention a) {
+  wait_for_previous();
   const number rows = a.batch * a.heads * a.sq, warps = (number)gridDim.x * (blockDim.x / 32);
   const int lane = threadIdx.x % 32;
   for (number row = (number)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; row < rows; row += warps) {

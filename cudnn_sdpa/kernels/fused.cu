@@ -7,6 +7,7 @@
 #include "registers.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) fused_forward(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const queries = reinterpret_cast<float*>(memory);
   float* const keys = queries + BM * LD;

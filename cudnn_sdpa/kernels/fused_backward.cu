@@ -9,6 +9,7 @@
 #if OF_KEYS /* else of queries: each is compiled for itself */
 
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const keys = reinterpret_cast<float*>(memory);
   float* const values = keys + BM * LD;
@@ -69,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attent
 #else
 
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const queries = reinterpret_cast<float*>(memory);
   float* const grads = queries + BM * LD;

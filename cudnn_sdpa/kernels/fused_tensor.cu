@@ -13,6 +13,7 @@ constexpr bool FOLDED = MASK < 2;
 constexpr float SMALLEST = 1e-30f;
 
 extern "C" __global__ void __launch_bounds__(THREADS) fused_forward_tensor(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   Bits* const queries = reinterpret_cast<Bits*>(memory);
   Bits* const stages = queries + BM * LD; /* two, each of keys and then values */

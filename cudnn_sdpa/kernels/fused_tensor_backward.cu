@@ -13,6 +13,7 @@ struct Tile {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv_tensor(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   Bits* const keys = reinterpret_cast<Bits*>(memory);
   Bits* const values = keys + BM * LD;
@@ -116,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv_tensor(const
 #else
 
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q_tensor(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   Bits* const queries = reinterpret_cast<Bits*>(memory);
   Bits* const grads = queries + BM * LD;

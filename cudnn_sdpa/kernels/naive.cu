@@ -5,6 +5,7 @@
 #include "common.cuh"
 
 extern "C" __global__ void naive_qk(const Attention a) {
+  wait_for_previous();
   const number all = a.batch * a.heads * a.sq * a.skv;
   const float scale = scale_of(a) * log2_e;
   for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (number)gridDim.x * blockDim.x) {
@@ -19,19 +20,21 @@ extern "C" __global__ void naive_qk(const Attention a) {
 }
 
 extern "C" __global__ void naive_softmax(const Attention a) {
+  wait_for_previous();
   const number rows = a.batch * a.heads * a.sq;
   for (number row = (number)blockIdx.x * blockDim.x + threadIdx.x; row < rows; row += (number)gridDim.x * blockDim.x) {
     float* scores = a.scores + row * a.skv;
     float highest = -infinity, sum = 0.0f;
-    for (number key = 0; key < a.skv; ++key) highest = fmaxf(highest, load_back(scores + key));
-    for (number key = 0; key < a.skv; ++key) sum += safe_exp2(load_back(scores + key), highest);
+    for (number key = 0; key < a.skv; ++key) highest = fmaxf(highest, load(scores + key));
+    for (number key = 0; key < a.skv; ++key) sum += safe_exp2(load(scores + key), highest);
     const float inverse = safe_inverse(sum);
-    for (number key = 0; key < a.skv; ++key) store(scores + key, safe_exp2(load_back(scores + key), highest) * inverse);
+    for (number key = 0; key < a.skv; ++key) store(scores + key, safe_exp2(load(scores + key), highest) * inverse);
     save_statistics(a, row, highest, inverse);
   }
 }
 
 extern "C" __global__ void naive_av(const Attention a) {
+  wait_for_previous();
   const number all = a.batch * a.heads * a.sq * a.dim;
   for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (number)gridDim.x * blockDim.x) {
     const number column = i % a.dim, query = i / a.dim % a.sq, head = i / a.dim / a.sq % a.heads;

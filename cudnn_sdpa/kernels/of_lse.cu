@@ -8,6 +8,7 @@
 constexpr float largest_exact = DTYPE == 0 ? 128.0f : 2048.0f; /* weights are off by a share of 2^-16 at most, or 2^-12 */
 
 extern "C" __global__ void statistics_of_lse(const Attention a) {
+  wait_for_previous();
   const number rows = a.batch * a.heads * a.sq, warps = (number)gridDim.x * (blockDim.x / 32);
   const int lane = threadIdx.x % 32;
   const float scale = scale_of(a) * log2_e;

@@ -2,6 +2,8 @@
  *
  * The tests compile the kernels as C++ for the CPU and put functions of the same names in place of these.
  */
+#include "launch.cuh"
+
 #ifndef CUDNN_SDPA_PRIMITIVES
 #define CUDNN_SDPA_PRIMITIVES
 
@@ -15,19 +17,13 @@ struct alignas(16) vec4 {
 
 template <class T>
 __device__ __forceinline__ T load(const T* from) {
-  return __ldg(from);
+  return *from;
 }
 
 template <>
 __device__ __forceinline__ vec4 load(const vec4* from) {
-  const float4 found = __ldg(reinterpret_cast<const float4*>(from));
+  const float4 found = *reinterpret_cast<const float4*>(from);
   return {found.x, found.y, found.z, found.w};
-}
-
-/* Of memory that this kernel has written. */
-template <class T>
-__device__ __forceinline__ T load_back(const T* from) {
-  return *from;
 }
 
 template <class T>

@@ -70,8 +70,9 @@ struct Raw {
   __device__ __forceinline__ Raw() {}
 
   __device__ __forceinline__ void read(const void* base, number unit) {
+    const word* const from = (const word*)base + unit * words;
 #pragma unroll
-    for (int i = 0; i < words; ++i) word_at[i] = load((const word*)base + unit * words + i);
+    for (int i = 0; i < words; ++i) word_at[i] = load(from + i);
   }
 
   __device__ __forceinline__ void write(void* base, number unit) const {
@@ -156,7 +157,7 @@ __device__ __forceinline__ float sum_over_blocks(const float* partial, number bl
   const int part = threadIdx.x / 32, parts = blockDim.x / 32;
   float sum = 0.0f;
   if (column < columns)
-    for (number block = part; block < blocks; block += parts) sum += load_back(partial + block * columns + column);
+    for (number block = part; block < blocks; block += parts) sum += load(partial + block * columns + column);
   sums[threadIdx.x] = sum;
   __syncthreads();
   for (int other = 1; part == 0 && other < parts; ++other) sum += sums[other * 32 + threadIdx.x];

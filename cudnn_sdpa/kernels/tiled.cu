@@ -6,6 +6,7 @@
 #include "tiled.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) tiled_qk(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const queries = reinterpret_cast<float*>(memory); /* STEP columns of TILE rows, column by column */
   float* const keys = queries + STEP * LD;
@@ -33,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) tiled_qk(const Attention a) {
 }
 
 extern "C" __global__ void __launch_bounds__(128) tiled_softmax(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const shared = reinterpret_cast<float*>(memory);
   for (number row = blockIdx.x; row < a.batch * a.heads * a.sq; row += gridDim.x) {
@@ -40,18 +42,19 @@ extern "C" __global__ void __launch_bounds__(128) tiled_softmax(const Attention 
     const number end = visible_keys(a, query / TILE * TILE + TILE); /* of what its tile of queries reads */
     float* const scores = a.scores + row * a.skv;
     float highest = -infinity, sum = 0.0f;
-    for (number key = threadIdx.x; key < keys; key += blockDim.x) highest = fmaxf(highest, load_back(scores + key));
+    for (number key = threadIdx.x; key < keys; key += blockDim.x) highest = fmaxf(highest, load(scores + key));
     highest = block_reduce<Maximum>(highest, shared);
-    for (number key = threadIdx.x; key < keys; key += blockDim.x) sum += safe_exp2(load_back(scores + key), highest);
+    for (number key = threadIdx.x; key < keys; key += blockDim.x) sum += safe_exp2(load(scores + key), highest);
     const float inverse = safe_inverse(block_reduce<Sum>(sum, shared));
     for (number key = threadIdx.x; key < end; key += blockDim.x) {
-      store(scores + key, key < keys ? safe_exp2(load_back(scores + key), highest) * inverse : 0.0f);
+      store(scores + key, key < keys ? safe_exp2(load(scores + key), highest) * inverse : 0.0f);
     }
     if (threadIdx.x == 0) save_statistics(a, row, highest, inverse);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256) tiled_av(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const weights = reinterpret_cast<float*>(memory); /* STEP keys of TILE queries, key by key */
   add_rows(a, a.scores, a.v, a.out, 1.0f, weights, weights + STEP * LD);

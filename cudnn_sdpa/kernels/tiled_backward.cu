@@ -6,6 +6,7 @@
 #include "tiled.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) tiled_grad_scores(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const left = reinterpret_cast<float*>(memory);
   float* const right = left + STEP * LD;
@@ -39,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(256) tiled_grad_scores(const Attent
 }
 
 extern "C" __global__ void __launch_bounds__(256) tiled_grad_q(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const weights = reinterpret_cast<float*>(memory);
   add_rows(a, a.grad_scores, a.k, a.grad_q, scale_of(a), weights, weights + STEP * LD);
@@ -72,12 +74,14 @@ __device__ __forceinline__ void add_queries(const Attention& a, const float* sco
 }
 
 extern "C" __global__ void __launch_bounds__(256) tiled_grad_k(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const weights = reinterpret_cast<float*>(memory);
   add_queries(a, a.grad_scores, a.q, a.grad_k, scale_of(a), weights, weights + STEP * LD);
 }
 
 extern "C" __global__ void __launch_bounds__(256) tiled_grad_v(const Attention a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float* const weights = reinterpret_cast<float*>(memory);
   add_queries(a, a.scores, a.grad_out, a.grad_v, 1.0f, weights, weights + STEP * LD);

@@ -14,12 +14,12 @@ from functools import partial
 
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.graph.target import live_properties
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, plan_offline
 from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans.cache import plan_cache, plan_of
-from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.store import BadPlanFileError, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")

@@ -27,13 +27,13 @@ import torch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.installation import Installed, interface_of
 from cudnn_sdpa.offline.planner import timeout_seconds
 from cudnn_sdpa.plans import default_store, providers
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.function_plan import FunctionPlan, FunctionProgram, Interface, Library
 from cudnn_sdpa.plans.plan import Plan
 from cudnn_sdpa.plans.program_plan import ProgramOp

@@ -15,8 +15,8 @@ from torch import Tensor
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans import default_store
-from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.plan import Plan, current_raw_stream, stored_form
 from cudnn_sdpa.settings import renewed_in_children
 

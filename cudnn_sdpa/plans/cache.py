@@ -10,6 +10,7 @@ import re
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.heuristics import build_others
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
-from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
+from cudnn_sdpa.plans.device_memory import constants_of
 from cudnn_sdpa.plans.plan import Plan, captured_plans, stored_form
 from cudnn_sdpa.plans.program_plan import ProgramOp
 from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore, StoredPlan
@@ -76,9 +78,24 @@ def capacity_from_environment() -> int:
 #: Seconds to let running launches finish when the interpreter exits; microseconds usually suffice.
 _END_SECONDS = 0.05
 
-#: Numbers of uses, kept in `Plan.last_used`: atomic, they order plans by use and count uses.
-uses = itertools.count()
-next_use = uses.__next__
+#: Launches by the native module, which alone counts there; it notes in `Plan.native_use` which was a plan's last.
+native_uses = array("Q", (0,))
+_uses = itertools.count(1)
+
+
+def next_use() -> int:
+    """The number of a use in Python, for `Plan.last_used`: those numbers order plans by use.
+
+    It is greater than those of all uses before, and less than those of later ones: native launches so far come first in
+    it, then Python's. No lock is needed, which a signal handler or a finalizer could find taken: each of the two is
+    atomic.
+    """
+    return native_uses[0] << 64 | next(_uses)
+
+
+def _count_uses() -> int:
+    """Counts all uses, this one as well."""
+    return native_uses[0] + next(_uses)
 
 
 class Table(Protocol):
@@ -118,7 +135,7 @@ class PlanCache:
         self._building: dict[PlanKey, _Build] = {}
 
     def _reset_counters(self) -> None:
-        self._uses_not_counted = next_use() + 1
+        self._uses_not_counted = _count_uses()
         self._builds = self._loads = self._evictions = self._failures = 0
         self._build_seconds = 0.0
 
@@ -248,8 +265,8 @@ class PlanCache:
     def info(self) -> PlanCacheInfo:
         """The counters of the cache."""
         with self._lock:
-            uses = next_use() - self._uses_not_counted
-            self._uses_not_counted += 1
+            self._uses_not_counted += 1  # this look
+            uses = _count_uses() - self._uses_not_counted
             return PlanCacheInfo(
                 plans=len(self._plans),
                 capacity=self._capacity,

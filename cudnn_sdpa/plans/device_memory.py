@@ -1,54 +1,17 @@
-"""Small device tensors that outlive a call (constants, tables), allocated outside graphs' private memory pools.
-
-Allocations during CUDA-graph capture or warm-up come from a private pool, which expects all of them back. So a separate
-thread allocates this memory on its own stream, in chunks for some hundred tensors.
-"""
+"""Small device tensors that outlive a call (constants, tables), in chunks of private memory for some hundred."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
-
-_RELAXED = 2  #: CU_STREAM_CAPTURE_MODE_RELAXED
-
-
-@functools.cache
-def _exchange_capture_mode() -> Callable[[object], int] | None:
-    """The driver's `cuThreadExchangeStreamCaptureMode`, which takes a pointer; None without a driver."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return None
-
-
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """While active, this thread may load kernels and allocate memory although another thread captures.
-
-    A capture in PyTorch's default mode forbids such calls in all threads of the process: they fail, and the capture
-    fails too.
-    """
-    exchange = _exchange_capture_mode()
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
+from cudnn_sdpa.graph.private_memory import private_memory, relaxed_capture
 
 #: Bytes of a chunk.
 CHUNK = 512 * 1024
@@ -59,37 +22,16 @@ _ALIGNMENT = 256
 class _Arena:
     def __init__(self, device: int) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
         self._chunk: Tensor | None = None
         self._used = 0
 
     def take(self, size: int) -> Tensor:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._chunk is None or self._used + size > self._chunk.numel():
-            self._chunk, self._used = self._fetch(max(size, CHUNK)), 0
+            self._chunk, self._used = private_memory(self._device, max(size, CHUNK)), 0
         memory = self._chunk[self._used : self._used + size]
         self._used += size
         return memory
-
-    def _fetch(self, size: int) -> Tensor:
-        results: list[Tensor | BaseException] = []
-
-        def work() -> None:
-            try:
-                with torch.cuda.device(self._device), relaxed_capture():
-                    self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                    with torch.cuda.stream(self._stream):
-                        results.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
-                results.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        (result,) = results
-        if isinstance(result, BaseException):
-            raise result
-        return result
 
 
 _arenas: dict[int, _Arena] = {}

@@ -21,7 +21,7 @@ import torch
 
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph.key import Operand, PlanKey
-from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 from cudnn_sdpa.plans.program_plan import ProgramPlan
 

@@ -19,7 +19,7 @@ import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
-from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans.nvrtc import HEADERS, Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_side
 from cudnn_sdpa.plans.program_plan import ProgramOp, ProgramPlan

@@ -25,8 +25,8 @@ import torch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import ExecutionError, LibraryError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans import default_store
-from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 
 #: CUDA_ERROR_INVALID_CONTEXT: this thread has not called the CUDA runtime yet.
@@ -55,14 +55,15 @@ class _Identity:
 class LoadedKernel:
     __slots__ = ("_device", "_function", "_launch", "_shared", "name", "native")
 
-    def __init__(self, name: str, function: int, device: int, shared: int = 0) -> None:
+    def __init__(self, name: str, function: int, device: int, shared: int = 0, *, overlaps: bool = False) -> None:
         self.name = name
         self._shared = shared
         self._function = function
         self._device = device
         self._launch = _driver().cuLaunchKernel
-        #: For native code: addresses of `cuLaunchKernel` and of the kernel, bytes of shared memory of a block.
-        self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
+        #: For native code: addresses of `cuLaunchKernelEx` and of the kernel, bytes of shared memory of a block, and
+        #: whether the kernel waits itself for what is ahead of it in the stream.
+        self.native = ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value or 0, function, shared, overlaps
 
     def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
         parameters = array("Q", (fields.buffer_info()[0],))
@@ -86,6 +87,9 @@ _SHARED_UNASKED = 48 << 10
 
 #: The first compute capability with instructions that only GPUs of the same have.
 FIRST_SPECIFIC = 90
+
+#: The first compute capability on which a launch may begin before what is ahead of it in the stream has ended.
+_FIRST_TO_OVERLAP = 90
 
 #: Headers that any kernel may include, such as primitives.cuh.
 HEADERS = Path(__file__).parents[1] / "kernels"
@@ -143,6 +147,15 @@ class Kernel:
             digest.update(b"architecture-specific")
         return _Identity(self.name, digest.hexdigest(), sm)
 
+    def overlaps(self, sm: int) -> bool:
+        """Whether its launch need not wait for what is ahead in the stream: it begins with `wait_for_previous()`."""
+        return sm >= _FIRST_TO_OVERLAP and self._waits
+
+    @functools.cached_property
+    def _waits(self) -> bool:
+        begins = rf"__global__[^{{;]*\b{self.name}\([^{{;]*{{\s*wait_for_previous\(\);"
+        return re.search(begins, self.path.read_text()) is not None
+
     def _may_include(self, source: bytes) -> bool:
         return bool(self.defines) or b"#include" in source
 
@@ -153,13 +166,13 @@ class Kernel:
         stored = None if store is None else store.load(key)
         if store is not None and stored is not None:
             try:
-                return self._in_memory(stored.data, device)
+                return self._in_memory(stored.data, device, key.sm)
             except _NotAKernelError as error:  # any other failure is the GPU's, not the file's
                 store.reject(key, str(error))
         compiled = self._stored_form(key)
         if store is not None:
             store.save(key, compiled)
-        return self._in_memory(compiled.data, device)
+        return self._in_memory(compiled.data, device, key.sm)
 
     def compile_into(self, store: PlanStore, sm: int) -> bool:
         """Compiles the kernel for a compute capability into a store; needs no GPU. Returns whether it was missing."""
@@ -175,7 +188,7 @@ class Kernel:
         seconds = time.perf_counter() - start
         return StoredPlan(key.identity(), engine="nvrtc", knobs={}, workspace=0, build_seconds=seconds, data=cubin)
 
-    def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
+    def _in_memory(self, cubin: bytes, device: int, sm: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         status = _driver().cuModuleLoadData(ctypes.byref(module), cubin)
         status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode())
@@ -185,7 +198,7 @@ class Kernel:
             status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, self.shared)
         _check(status, self.name)
         assert function.value is not None
-        return LoadedKernel(self.name, function.value, device, self.shared)
+        return LoadedKernel(self.name, function.value, device, self.shared, overlaps=self.overlaps(sm))
 
     def compile(self, sm: int) -> bytes:
         return self.compile_verbosely(sm)[0]

@@ -61,13 +61,15 @@ class Plan:
     for later work on the same stream; on the default stream, a small one is the thread's scratch memory. So any number
     of threads and streams can launch one plan at once.
 
-    The cache sets `held`, `last_used` and `added_at`, use numbers; `captured_plans` sets `captured`, whether a CUDA
-    graph contains a launch. `constants` are device tensors for operands whose values the key fixes. `recorder` says
-    who launches the plan where launches are recorded (`engine/recorded`).
+    The cache sets `held`, `last_used` and `added_at`, numbers of uses; the native module sets `native_use`, which is
+    part of `last_used`; `captured_plans` sets `captured`, whether a CUDA graph contains a launch. `constants` are
+    device tensors for operands whose values the key fixes. `recorder` says who launches the plan where launches are
+    recorded (`engine/recorded`).
     """
 
     __slots__ = (
         "_execute",
+        "_last_used",
         "added_at",
         "build_seconds",
         "built",
@@ -79,8 +81,8 @@ class Plan:
         "held",
         "key",
         "knobs",
-        "last_used",
         "loaded",
+        "native_use",
         "recorder",
         "tuned",
         "workspace",
@@ -98,13 +100,25 @@ class Plan:
         self.device = key.device
         self.build_seconds = 0.0
         self.loaded = False
-        self.last_used = self.added_at = 0
+        self._start_counting()
         self.captured = False
         self.held = False
         self.tuned = False
         self.recorder: object = None
         self.count = len(key.inputs) + len(key.outputs)
         self._execute = built.executor(list(range(1, 1 + self.count)))
+
+    def _start_counting(self) -> None:
+        self._last_used = self.added_at = 0
+        self.native_use = array("Q", (0,))
+
+    @property
+    def last_used(self) -> int:
+        return max(self._last_used, self.native_use[0] << 64)
+
+    @last_used.setter
+    def last_used(self, use: int) -> None:
+        self._last_used = use
 
     def launch(self, pointers: Sequence[int]) -> None:
         """Launches the plan on the current stream of its device, which must be the current device.

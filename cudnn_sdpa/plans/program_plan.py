@@ -79,7 +79,8 @@ class ProgramPlan(Plan):
         self.key, self.device = key, key.device
         self.engine, self.knobs, self.workspace = program.engine, dict(program.knobs), program.workspace
         self.constants = {}
-        self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
+        self.build_seconds = 0.0
+        self._start_counting()
         self.loaded = self.captured = self.held = self.tuned = False
         self.recorder = None
 

@@ -19,10 +19,10 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Value
-from cudnn_sdpa.fused.rotary.rope import operands_of
+from cudnn_sdpa.fused.rotary.rope import completed, operands_of
 from cudnn_sdpa.fused.rotary.rope_graphs import as_heads, rope_rows
 from cudnn_sdpa.fused.rotary.rope_kernels import own_rope_append
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.graph.layouts import EXPONENT_BITS, TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import CallTable
@@ -50,10 +50,10 @@ def rope_append_paged_kv(
 ) -> Tensor:
     """`rope` of queries and keys, whose keys go with the values straight into a paged cache. For inference.
 
-    One kernel instead of two reads each head once. It needs pages in q's dtype, one head dim, and heads and pages that
-    begin at multiples of 16 bytes; elsewhere (FP8 pages, another head dim of values, under `torch.compile`) `rope` and
-    `append_paged_kv` run one after the other, with the same results. The host reads no slot, so a captured CUDA graph
-    can be replayed with others.
+    One kernel instead of two reads each head once. It needs one head dim, and heads, and pages in q's dtype, that begin
+    at multiples of 16 bytes; elsewhere (another head dim of values, under `torch.compile`) `rope` and `append_paged_kv`
+    run one after the other, with the same results: keys for FP8 pages are rounded to q's dtype before they are divided
+    by their scale. The host reads no slot, so a captured CUDA graph can be replayed with others.
 
     Args:
         q: (T, Hq, D), as for `rope`.
@@ -107,12 +107,6 @@ def rope_append(step: PagedStep, layer: int, v: Tensor, *, interleaved: bool, **
     out = rotate_and_append(*operands, v, *cache._places_of(step, layer), interleaved)
     step.written.add(layer)
     return out
-
-
-def completed(operands: tuple[Value, ...]) -> tuple[Value, ...]:
-    """All operands of a rotation."""
-    values = [float(x) if isinstance(x, int) else x for x in operands]
-    return (*values, *(None,) * (_OF_ROTATION - len(values)))
 
 
 class RopeAppendCall(NamedTuple):
@@ -227,7 +221,7 @@ def _is_fused(call: RopeAppendCall) -> bool:
         not is_compiling()
         and can_bypass_dispatcher(*tensors, may_cast=False)
         and all(x.is_cuda and x.numel() and not x.is_neg() and not is_batch(x) for x in tensors)
-        and call.k_pages.dtype == call.q.dtype
+        and call.k_pages.dtype in (call.q.dtype, *EXPONENT_BITS)
         and call.v.shape[-1] == call.q.shape[-1]
         and all(x.stride(-1) == 1 for x in heads)
         and all(x is None or x.is_contiguous() for x in (call.cos, call.sin, call.q_weight, call.k_weight))
@@ -255,7 +249,9 @@ class _Launch:
             plan = own_rope_append.plan(key)
         plan.held = True  # it owns nothing, and there may be one for each number of tokens
         names = [name for name, x in named.items() if isinstance(x, Tensor)]
-        extras = LaunchExtras(unaligned_ok=("slot_mapping", "page_table", "seq_lens_kv", "seq_lens_q"))
+        read_by_element = ("slot_mapping", "page_table", "seq_lens_kv", "seq_lens_q", "k_scale", "v_scale")
+        in_fp8 = ("k_pages", "v_pages") if call.k_pages.dtype in EXPONENT_BITS else ()
+        extras = LaunchExtras(unaligned_ok=read_by_element + in_fp8)
         self.bound = BoundPlan(plan, names, results=[layout], numbers=call.numbers, extras=extras)
         self.tensors_of = items_by_name(names)
 

@@ -51,6 +51,7 @@ __device__ number first_row() { return (number)blockIdx.x * (blockDim.x / 32) + 
 __device__ number warps() { return (number)gridDim.x * (blockDim.x / 32); }
 
 extern "C" __global__ void row_softmax(const Call a) {
+  wait_for_previous();
   const int lane = threadIdx.x % 32;
   const float scale = float_of_bits((unsigned)a.scale);
   for (number row = first_row(); row < a.rows; row += warps()) {
@@ -64,6 +65,7 @@ extern "C" __global__ void row_softmax(const Call a) {
 }
 
 extern "C" __global__ void row_softmax_gradient(const Call a) {
+  wait_for_previous();
   const int lane = threadIdx.x % 32;
   const float scale = float_of_bits((unsigned)a.scale);
   for (number row = first_row(); row < a.rows; row += warps()) {

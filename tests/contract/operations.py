@@ -6,6 +6,7 @@ then tested with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -693,6 +694,22 @@ def exact_rotated_heads(**given: Any) -> Tensor:
     return torch.cat(rope(**given), 1)
 
 
+def rotated_in_place(q: Tensor, k: Tensor, **given: Any) -> Tensor:
+    """Copies of queries and keys in one tensor, after `rope_`."""
+    q, k = (x if not isinstance(x, Tensor) or is_freed(x) else x.clone() for x in (q, k))
+    cudnn_sdpa.rope_(q, k, **given)
+    return torch.cat([q, k], 1)
+
+
+def is_freed(x: Tensor) -> bool:
+    """Whether a tensor's storage is gone, which PyTorch would read all the same."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    with contextlib.suppress(NotImplementedError):  # sparse tensors, and those within transforms
+        return x.untyped_storage().nbytes() == 0
+    return False
+
+
 def for_rotations_in_fp8() -> dict[str, Tensor]:
     return {**for_rotations(), "q_scale": torch.tensor([0.01]), "k_scale": torch.tensor([0.02])}
 
@@ -1117,6 +1134,16 @@ OPERATIONS: dict[str, Example] = {
         options={"interleaved": True},
         casts=(),
         is_attention=False,
+    ),
+    "rope_": Example(
+        rotated_in_place,
+        for_rotations,
+        exact_rotated_heads,
+        differentiable=(),
+        options={"eps": 1e-3},
+        casts=(),
+        is_attention=False,
+        writes=True,
     ),
     "rope_fp8": Example(
         rotated_in_fp8,

@@ -508,7 +508,7 @@ def test_functorchs_gradients_are_refused(call):
 def test_functionalized_calls_are_right(call):
     """Without a gradient: with one, functorch's levels of autograd are refused elsewhere."""
     tensors = call.tensors()
-    if call.writes:
+    if call.writes and call.function.__name__ != "rotated_in_place":  # which copies results of `rope` then
         with pytest.raises(UnsupportedError, match=r"torch\.func\.functionalize"):
             torch.func.functionalize(call)(tensors)
         return

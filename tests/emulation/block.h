@@ -166,11 +166,6 @@ static T load(const T* from) {
 }
 
 template <class T>
-static T load_back(const T* from) {
-  return load(from);
-}
-
-template <class T>
 static void store(T* to, T value) {
   check_aligned(to);
   emulation::counted[1] += sizeof(T);

@@ -33,6 +33,7 @@ COUNTS = {
     "sdpa_varlen_backward": (45, 8),
     "merge_states": (30, 14),
     "rope": (90, 10),
+    "rope_": (45, 10),
     "rms_norm_fp8": (60, 10),
     "rope_fp8": (60, 10),
     "append_paged_kv": (60, 8),

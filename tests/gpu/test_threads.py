@@ -98,6 +98,32 @@ def test_a_threads_memory_is_of_the_small_pool():
     assert torch.cuda.memory_stats()["allocated_bytes.large_pool.current"] == before
 
 
+@pytest.mark.parametrize("name", ["sdpa", "lengths"])
+def test_a_threads_memory_is_of_no_pool_of_its_caller(name):
+    """Engines that sleep discard the contents of such a pool; a thread's first call may be within."""
+    q, k, v = problem()
+    options = (
+        {"seq_lens_kv": torch.full((len(q),), 100, dtype=torch.int32, device=q.device)} if name == "lengths" else {}
+    )
+    expected = cudnn_sdpa.sdpa(q, k, v, **options)
+    pool = torch.cuda.MemPool()
+
+    def work(_):
+        with torch.cuda.use_mem_pool(pool):
+            out = cudnn_sdpa.sdpa(q, k, v, **options)
+        mine = handles.thread.slots[q.device.index]
+        found = [x.data_ptr() for x in (out, *mine._kept)]
+        mapped = [range(x["address"], x["address"] + x["total_size"]) for x in pool.snapshot()]
+        return torch.equal(out, expected), [any(address in each for each in mapped) for address in found]
+
+    (found,) = in_threads(work, 1)
+    is_right, (is_result, *are_kept) = found
+    assert is_right
+    assert is_result
+    assert are_kept
+    assert not any(are_kept)
+
+
 def test_the_current_stream_is_used():
     """Work on a side stream is ordered with that stream, not with the default stream."""
     q, k, v = problem()

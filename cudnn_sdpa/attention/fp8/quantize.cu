@@ -6,6 +6,7 @@
  * The table of a call says for each of ten tensors its scale, one over it, and its largest absolute value. Each number
  * has 16 bytes to itself, as cuDNN wants its operands aligned.
  */
+#include "launch.cuh"
 
 typedef long long number;
 typedef unsigned int word;
@@ -145,6 +146,7 @@ __device__ word convert(word first, word second, float scale, const Quantize& a,
 }
 
 extern "C" __global__ void fp8_quantize(const Quantize a) {
+  wait_for_previous();
   if (a.converts && blockIdx.x == 0 && threadIdx.x < TENSORS) {
     float scale = scale_of(a, threadIdx.x);
     a.table[SCALES + SLOT * threadIdx.x] = __float_as_uint(scale);
@@ -224,6 +226,7 @@ __device__ void revert(word four, float descale, const Dequantize& a, word* to) 
 }
 
 extern "C" __global__ void fp8_dequantize(const Dequantize a) {
+  wait_for_previous();
   if (a.record && blockIdx.x == 0 && threadIdx.x < a.measured) {
     atomicMax(a.record + a.row[threadIdx.x], magnitude(*a.amax[threadIdx.x]));
   }
@@ -266,6 +269,7 @@ struct Update {
 
 /* One block, of which each warp serves a tensor after the other. */
 extern "C" __global__ void fp8_update(const Update a) {
+  wait_for_previous();
   int lane = threadIdx.x % 32, skips = 0;
   for (int row = 0; row < TENSORS; ++row) skips |= a.amax[row] > FINITE;
   for (int row = threadIdx.x / 32; row < TENSORS && !skips; row += blockDim.x / 32) {

@@ -38,6 +38,7 @@ struct Decode {
 };
 
 extern "C" __global__ void prepare_decode(const Decode a) {
+  wait_for_previous();
   for (number row = blockIdx.x; row < a.made; row += gridDim.x) {
     number keys = 0, b = row / a.queries, i = row % a.queries;
     int is_there = b < a.batch;
@@ -169,6 +170,7 @@ __device__ number begin_of(const Gather& a, number b, number length, number part
 
 /* Of two blocks one copies keys and one values. */
 extern "C" __global__ void gather_pages(const Gather a) {
+  wait_for_previous();
   unsigned which = blockIdx.x & 1, batch = (unsigned)a.batch;
   number b = (blockIdx.x >> 1) % batch, part = (blockIdx.x >> 1) / batch, parts = (gridDim.x >> 1) / batch;
   number length = within(a.lengths_kv[b], 0, a.max_kv_len);
@@ -218,11 +220,6 @@ struct Append {
   Move of[2];
 };
 
-union Bits {
-  unsigned bits;
-  float value;
-};
-
 __device__ float to_float(unsigned bits, int is_bfloat16) {
   Bits x;
   if (is_bfloat16) {
@@ -237,26 +234,6 @@ __device__ float to_float(unsigned bits, int is_bfloat16) {
   }
   x.bits |= (bits & 0x8000u) << 16;
   return x.value;
-}
-
-/* To the nearest number of FP8, ties to even; the largest one beyond it, and NaN for NaN. As integers, for GPUs without
- * an instruction for it; PyTorch's conversion gives the same bits. */
-__device__ unsigned to_fp8(float value, unsigned exponent) {
-  unsigned mantissa = 7 - exponent, dropped = 23 - mantissa, bias = (1u << (exponent - 1)) - 1;
-  unsigned largest = exponent == 4 ? 0x43e00000u : 0x47600000u; /* 448, 57344 */
-  Bits x, least;
-  x.value = value;
-  unsigned sign = x.bits >> 24 & 0x80u;
-  x.bits &= 0x7fffffffu;
-  if (x.bits > 0x7f800000u) return sign | 0x7f;
-  if (x.bits > largest) x.bits = largest;
-  if (x.bits < (128 - bias) << 23) { /* subnormal: the sum's last bit is the smallest number */
-    least.bits = (128 - bias + dropped) << 23;
-    x.value += least.value;
-    return sign | (x.bits - least.bits);
-  }
-  x.bits += ((bias - 127) << 23) + (1u << (dropped - 1)) - 1 + (x.bits >> dropped & 1);
-  return sign | x.bits >> dropped;
 }
 
 /* Some elements of a head: 16 bytes if they are wide, otherwise one. */
@@ -284,6 +261,7 @@ __device__ void append_part(const Append& a, const Move& move, const char* from,
 }
 
 extern "C" __global__ void append_tokens(const Append a) {
+  wait_for_previous();
   unsigned parts[2], units[2], wide[2]; /* of one head and of one token */
   for (int which = 0; which < 2; ++which) {
     const Move& move = a.of[which];
@@ -328,6 +306,7 @@ struct Csr {
 };
 
 extern "C" __global__ void table_of_csr(const Csr a) {
+  wait_for_previous();
   for (number b = blockIdx.x; b < a.batch; b += gridDim.x) {
     number begin = within(a.ends[b], 0, a.all), all = within(a.ends[b + 1] - begin, 0, a.all - begin);
     number pages = within(all, 0, a.columns), last = all > a.columns ? a.page_size : within(a.last[b], 0, a.page_size);

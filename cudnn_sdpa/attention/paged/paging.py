@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments, as_bits
 from cudnn_sdpa.attention.paged.specs import Gathered, right_bound
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, OwnKernel
 from cudnn_sdpa.graph.key import Operand, PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import EXPONENT_BITS, TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
@@ -175,7 +175,7 @@ def append_tokens(key: PlanKey) -> KernelProgram:
         pages=pages,
         heads=heads,
         size=dtype.itemsize,
-        fp8=0 if dtype == of_pages else _EXPONENT_BITS[of_pages],
+        fp8=0 if dtype == of_pages else EXPONENT_BITS[of_pages],
         is_bfloat16=dtype == torch.bfloat16,
         at_once=(at_once := max(1, _THREADS // units)),
         of=of,
@@ -185,8 +185,6 @@ def append_tokens(key: PlanKey) -> KernelProgram:
     blocks = max(1, min(-(-batch * tokens // at_once), 4096))
     return KernelProgram([KernelCall(append_kernel, blocks, _THREADS)], fields, dict(zip(names, places, strict=True)))
 
-
-_EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
 #: The operands of `append_tokens`, and their fields.
 _APPENDED = {

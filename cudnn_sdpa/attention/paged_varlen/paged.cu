@@ -14,6 +14,7 @@
  * With COLUMNS = 2 shared memory has tiles of one kind, as wide as keys: values that are the first numbers of their keys
  * (multi-head latent attention) are read there, and others take turns with the keys.
  */
+#include "launch.cuh"
 
 typedef long long number;
 typedef unsigned int u32;
@@ -1109,6 +1110,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) paged_attention(const __grid_constant__ Paged a) {
+  wait_for_previous();
   Shared& x = *reinterpret_cast<Shared*>(shared);
   const int role = threadIdx.x / 128;
   if (threadIdx.x == 0) {

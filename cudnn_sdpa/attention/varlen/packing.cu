@@ -2,6 +2,7 @@
  *
  * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
+#include "launch.cuh"
 
 typedef long long number;
 
@@ -73,6 +74,7 @@ __device__ void fill(const Packing& packing, number of_keys, number from, number
 }
 
 extern "C" __global__ void fill_packing(const Packing packing) {
+  wait_for_previous();
   number given = packing.given, made = packing.made;
   for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i <= made; i += (number)gridDim.x * blockDim.x) {
     number begin_q = end(packing.ends_q, i, given, packing.rows_q);

@@ -23,7 +23,7 @@ from cudnn_sdpa.engine.launch import BoundPlan, Layout, OwnKernel
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.plans import plan as plans
-from cudnn_sdpa.plans.cache import plan_cache, uses
+from cudnn_sdpa.plans.cache import native_uses, plan_cache
 from cudnn_sdpa.plans.kernel_plan import KernelPlan
 from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
@@ -34,7 +34,8 @@ _log = logging.getLogger("cudnn_sdpa")
 #: What `NativeCalls.find` gives for a call that the module does not know.
 MISSED = object()
 
-_ALLOCATORS = (plans.allocate,)  #: PyTorch's allocator, which tests replace
+#: PyTorch's functions, which C++ finds by itself, and tests replace.
+_OF_PYTORCH = (plans.allocate, plans.current_raw_stream, plans.current_device)
 
 
 class NativelySaved(NamedTuple):
@@ -286,14 +287,17 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
         "numbers": list(bound.numbers),
         "arrays": bound.arrays,
         "stream": plans.current_raw_stream,
+        "is_pytorchs_stream": plans.current_raw_stream in _OF_PYTORCH,
         "device": plan.device,
+        "has_one_device": torch.cuda.device_count() <= 1,
         "plan": plan,
         "launch": plan.launch,
-        "uses": uses,
+        "uses": native_uses,
+        "last_use": plan.native_use,
     }
-    if torch.cuda.device_count() > 1:
+    if plans.current_device not in _OF_PYTORCH:
         data["current_device"] = plans.current_device
-    if plans.allocate not in _ALLOCATORS:
+    if plans.allocate not in _OF_PYTORCH:
         data["allocate"] = plans.allocate
     if type(plan) is Plan:
         data |= {
@@ -344,15 +348,16 @@ class _Kernel(NamedTuple):
     """A kernel of the library's own, for the module.
 
     Attributes:
-        driver: Address of `cuLaunchKernel`; 0 if `launch` launches the kernel.
+        launch_ex: Address of `cuLaunchKernelEx`; 0 if `launch` launches the kernel.
         launch: Launches it, given its argument and a stream.
     """
 
-    driver: int
+    launch_ex: int
     function: int
+    shared: int
+    overlaps: bool
     blocks: int
     threads: int
-    shared: int
     launch: Callable[[list[int], int], None]
 
 
@@ -360,8 +365,8 @@ def _kernel(kernel: LoadedKernel, blocks: int, threads: int) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
         kernel.launch(blocks, threads, array("Q", fields), stream)
 
-    driver, function, shared = getattr(kernel, "native", (0, 0, 0))
-    return _Kernel(driver=driver, function=function, blocks=blocks, threads=threads, shared=shared, launch=launch)
+    launch_ex, function, shared, overlaps = getattr(kernel, "native", (0, 0, 0, False))
+    return _Kernel(launch_ex, function, shared, overlaps, blocks=blocks, threads=threads, launch=launch)
 
 
 class _Prologue(NamedTuple):

@@ -32,11 +32,12 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
 
 Kernel kernel_of(const py::handle& given) {
   return {
-      .driver = reinterpret_cast<Kernel::CuLaunchKernel>(py::cast<uint64_t>(given.attr("driver"))),
+      .launch_ex = reinterpret_cast<decltype(Kernel::launch_ex)>(py::cast<uint64_t>(given.attr("launch_ex"))),
       .function = reinterpret_cast<void*>(py::cast<uint64_t>(given.attr("function"))),
       .blocks = py::cast<unsigned>(given.attr("blocks")),
       .threads = py::cast<unsigned>(given.attr("threads")),
       .shared = py::cast<unsigned>(given.attr("shared")),
+      .overlaps = py::cast<bool>(given.attr("overlaps")),
       .python = given.attr("launch")};
 }
 
@@ -81,8 +82,9 @@ Plan plan_of(const py::dict& given) {
   Plan plan;
   plan.python = given["plan"];
   plan.launch_in_python = given["launch"];
-  plan.uses = given["uses"], plan.last_used = py::str("last_used");
-  if (!PyIter_Check(plan.uses.ptr())) throw std::invalid_argument("uses that are not counted");
+  const py::object uses = given["uses"], last_use = given["last_use"];
+  plan.use_arrays = py::make_tuple(uses, last_use);
+  plan.uses = words_in(uses, 1), plan.last_use = words_in(last_use, 1);
   if (given.contains("workspace")) plan.workspace = layout_of(given["workspace"]);
   if (given.contains("program")) plan.program = program_of(given);
   if (given.contains("functions")) plan.functions = functions_of(given);
@@ -122,9 +124,12 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->arrays = given["arrays"];
   recipe->plan = plan_of(given);
   recipe->allocate = get(given, "allocate");
-  recipe->stream = given["stream"];
-  recipe->current_device = get(given, "current_device");
-  recipe->device = given["device"];
+  recipe->pytorchs = {
+      .stream = given["stream"],
+      .device = get(given, "current_device"),
+      .number = given["device"],
+      .is_pytorchs_stream = py::cast<bool>(given["is_pytorchs_stream"]),
+      .has_one_device = py::cast<bool>(given["has_one_device"])};
   if (recipe->operands + recipe->results.size() + recipe->buffers.size() > most_operands) {
     throw std::invalid_argument("a recipe of too many operands");
   }

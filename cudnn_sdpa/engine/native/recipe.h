@@ -7,6 +7,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_strided_ops.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <cstring>
@@ -59,6 +60,13 @@ struct Pointer {
 inline py::object checked(PyObject* found) {
   if (found == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(found);
+}
+
+// The address of words in an array of Python's, which must be kept, and never grow.
+inline uint64_t* words_in(const py::object& array, py::ssize_t count) {
+  const auto words = py::cast<py::buffer>(array).request();
+  if (words.itemsize != sizeof(uint64_t) || words.size != count) throw std::invalid_argument("an array of other words");
+  return static_cast<uint64_t*>(words.ptr);
 }
 
 inline py::list list_of(const uint64_t* words, size_t count) {
@@ -121,35 +129,51 @@ inline at::Tensor empty(const Layout& layout, at::Device on, const py::object& a
 
 // PyTorch's current stream of a device.
 struct Stream {
-  py::object python;
   uint64_t raw;
-
-  explicit Stream(py::object number) : python(std::move(number)), raw(PyLong_AsUnsignedLongLong(python.ptr())) {
-    if (raw == static_cast<uint64_t>(-1) && PyErr_Occurred()) throw py::error_already_set();
-  }
 
   bool is_default() const {
     return raw == 0;
   }
 };
 
+// Asks PyTorch what is current: in C++ as far as that can tell.
+struct Current {
+  py::object stream;     // gives the address of a device's stream
+  py::object device;     // gives the device's number; the tests' own, null for PyTorch's
+  py::object number;     // of the device of a recipe
+  bool is_pytorchs_stream, has_one_device;
+
+  Stream stream_of(at::Device on) const {
+    // Any other one's number says no address; and that function is of PyTorch's CUDA library, which is not linked.
+    if (is_pytorchs_stream && !c10::impl::getDeviceGuardImpl(on.type())->getStream(on).id()) return {0};
+    PyObject* of_device[] = {number.ptr()};
+    return {py::cast<uint64_t>(checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr)))};
+  }
+
+  bool is_on(at::Device on) const {
+    if (has_one_device) return true;
+    if (device) return checked(PyObject_CallNoArgs(device.ptr())).equal(number);
+    return c10::impl::getDeviceGuardImpl(on.type())->getDevice() == on;
+  }
+};
+
 // One of the library's own kernels; its argument is a list of words.
 struct Kernel {
-  using CuLaunchKernel = int (*)(
-      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-
-  CuLaunchKernel driver;  // null where `python` launches it
+  decltype(driver::Functions::cuLaunchKernelEx) launch_ex;  // null where `python` launches it
   void* function;
   unsigned blocks, threads, shared;  // the last one in bytes
+  bool overlaps;      // it waits itself for what is ahead in the stream: its launch need not, which takes the host less
   py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
 
   void launch(uint64_t* fields, size_t count, const Stream& current) const {
-    if (driver != nullptr) {
-      void* argument[] = {fields};
+    if (launch_ex != nullptr) {
+      driver::Attribute early{driver::kProgrammaticStreamSerialization, {1}};
       auto* const stream = reinterpret_cast<void*>(current.raw);
-      if (!driver(function, blocks, 1, 1, threads, 1, 1, shared, stream, argument, nullptr)) return;
+      const driver::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared, stream, &early, overlaps};
+      void* argument[] = {fields};
+      if (!launch_ex(&config, function, argument, nullptr)) return;
     }
-    python(list_of(fields, count), current.python);
+    python(list_of(fields, count), py::int_(current.raw));
   }
 };
 
@@ -246,8 +270,10 @@ struct Plan {
   py::object execute;           // the frontend's, with an array of raw pointers; needs the rest
   py::object slots;             // gives this thread's slot
   py::object capturing;         // whether a CUDA graph is being captured
-  py::object uses;              // counts the uses of plans
-  py::object last_used, keep, refused;
+  py::object use_arrays;        // of Python, which reads what this module counts there:
+  uint64_t* uses;               // all launches of this module,
+  uint64_t* last_use;           // and how many there were when this plan was launched last, with that launch
+  py::object keep, refused;
   py::object device, count, no_overrides;
   py::object of_bound, of_cleared, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
@@ -257,8 +283,7 @@ struct Plan {
   py::object watch;                    // launches the plan in Python, and brings the recording forward
 
   void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const Stream& current) const {
-    const auto use = checked(PyIter_Next(uses.ptr()));  // numbers without end
-    if (PyObject_SetAttr(python.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
+    *last_use = ++*uses;
     if (program) {
       at::Tensor memory;  // until all kernels are launched
       if (workspace.sizes[0]) memory = empty(workspace, on, allocate);
@@ -297,7 +322,8 @@ struct Plan {
     }
     // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
     while (*bound != current.raw) {
-      PyObject* binding[] = {of_thread.ptr(), current.python.ptr()};
+      const py::int_ stream(current.raw);
+      PyObject* binding[] = {of_thread.ptr(), stream.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
     const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
@@ -366,13 +392,6 @@ struct Plan {
     throw std::runtime_error("a refused launch");
   }
 
-  // The address of a slot's numbers, an array of Python's that lives as long as the slot and never grows.
-  static uint64_t* numbers_of(const py::object& of_thread, const py::object& name, py::ssize_t count) {
-    const auto array = py::cast<py::buffer>(checked(PyObject_GetAttr(of_thread.ptr(), name.ptr()))).request();
-    if (array.itemsize != sizeof(uint64_t) || array.size != count) throw std::invalid_argument("a slot without numbers");
-    return static_cast<uint64_t*>(array.ptr);
-  }
-
   OwnSlot& slot() const {
     const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
     auto& own = own_slot;
@@ -383,8 +402,8 @@ struct Plan {
       if (!PyByteArray_CheckExact(taken.ptr()) || PyByteArray_GET_SIZE(taken.ptr()) != 1) {
         throw std::invalid_argument("a slot whose memory cannot be taken");
       }
-      const auto* const bound = numbers_of(found, of_bound, 1);
-      auto* const of_zeros = numbers_of(found, of_cleared, 2);
+      const auto* const bound = words_in(checked(PyObject_GetAttr(found.ptr(), of_bound.ptr())), 1);
+      auto* const of_zeros = words_in(checked(PyObject_GetAttr(found.ptr(), of_cleared.ptr())), 2);
       OwnSlot before = own;  // freed when the new one is whole
       own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), bound, of_zeros, taken.release().ptr()};
       Py_XDECREF(before.slot);
@@ -422,9 +441,7 @@ struct Recipe {
   py::object arrays;              // of the host, whose addresses are among the pointers
   Plan plan;
   py::object allocate;  // the tests' own; null for PyTorch's
-  py::object stream;
-  py::object current_device;  // null where there is one GPU
-  py::object device;
+  Current pytorchs;
 
   // Runs a call given the addresses of its operands; false if Python must look at it.
   bool run(
@@ -437,7 +454,7 @@ struct Recipe {
     for (const auto& pointer : aligned) {
       if ((addresses[pointer.slot] + pointer.offset) & misaligned) return false;
     }
-    if (current_device && !checked(PyObject_CallNoArgs(current_device.ptr())).equal(device)) return false;
+    if (!pytorchs.is_on(on)) return false;
     size_t slot = operands;
     if (out.tensor != nullptr) {
       out.count_write();
@@ -448,8 +465,7 @@ struct Recipe {
       found.push_back(empty(results[result], on, allocate));
       slots[slot++] = address_of(found.back());
     }
-    PyObject* of_device[] = {device.ptr()};
-    const Stream current(checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr)));
+    const Stream current = pytorchs.stream_of(on);
     Results made;  // the buffers, until the launch
     Taken taken;   // or memory in which they lie
     const uint64_t filled = may_take ? plan.take_filled(current, taken) : 0;

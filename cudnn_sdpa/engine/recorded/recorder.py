@@ -29,7 +29,7 @@ from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import captures, proof
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend, known_issues
-from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans.plan import Plan, current_raw_stream
 from cudnn_sdpa.settings import renewed_in_children
 

@@ -5,7 +5,7 @@
  * features that are not. Each thread has HELD slots. A block has THREADS threads; of those that sum gradients of weights
  * a multiprocessor has BLOCKS. INTERLEAVED: a pair is two neighboring features, not one of each half. FP8: results are in
  * E4M3 with a given scale for queries and one for keys. APPEND: keys, and values as they are, go into the slots of
- * tokens. Other macros: see rows.cuh.
+ * tokens; with FP8, the bits of its exponent, divided by scales of their own. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 #include "slots.cuh"
@@ -40,6 +40,9 @@ struct Rope {
   float* k_amax;
   float* partial;        /* (blocks, dim): the sums of each block over its heads; with FP8 (blocks, 2): its amax */
   Heads v;               /* with APPEND, as is all up to the pages */
+  const float* v_scale;  /* with FP8, as is k_scale; or null: 1 */
+  number k_scale_step;   /* from one head's scale to the next: 0 if all heads share one */
+  number v_scale_step;
   Heads out_v;           /* pages, as is out_k: a batch entry is a page */
   const char* slot_mapping;
   const int* lengths_kv;
@@ -110,6 +113,23 @@ struct RawPairs {
     first.write(base, row + slot.first), second.write(base, row + slot.second);
   }
 };
+
+#if FP8 && APPEND
+/* Divided by the scale; in pages, which may begin anywhere. */
+__device__ __forceinline__ void write_to_page(void* base, number unit, const float (&x)[UNIT], float scale) {
+  union {
+    Word<UNIT>::type word;
+    unsigned char at[UNIT];
+  };
+#pragma unroll
+  for (int j = 0; j < UNIT; ++j) at[j] = (unsigned char)to_fp8(x[j] / scale, FP8);
+  if ((number)base % UNIT) {
+    for (int j = 0; j < UNIT; ++j) store((unsigned char*)base + unit * UNIT + j, at[j]);
+  } else {
+    store((Word<UNIT>::type*)base + unit, word);
+  }
+}
+#endif
 
 struct RawWeights {
   Raw<WDTYPE> first, second;
@@ -214,7 +234,7 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
 #if APPEND
   const number place = slot_of(a, group.batch, group.token);
 #endif
-#if FP8
+#if FP8 && !APPEND
   const float over_q = 1.0f / load(a.q_scale), over_k = a.k_scale ? 1.0f / load(a.k_scale) : 1.0f;
   float most_q = 0.0f, most_k = 0.0f;
 #endif
@@ -240,8 +260,13 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
     const Heads to = heads_of(is_q, a.out_q, heads_of(is_v, a.out_v, a.out_k));
     const number page = quotient(place, a.page_size);
     if (!is_q && (place < 0 || page >= a.pages)) continue;
+    const number of_kind = Group::number_of(a, head);
     const number row = is_q ? group.row(a, to, head)
-                            : page * to.batch + (place - page * a.page_size) * to.token + Group::number_of(a, head) * to.head;
+                            : page * to.batch + (place - page * a.page_size) * to.token + of_kind * to.head;
+#if FP8
+    const float* const scales = is_v ? a.v_scale : a.k_scale;
+    const float of_page = is_q || !scales ? 1.0f : load(scales + of_kind * (is_v ? a.v_scale_step : a.k_scale_step));
+#endif
 #else
     const Heads to = heads_of(is_q, a.out_q, a.out_k);
     const number row = group.row(a, to, head);
@@ -259,7 +284,17 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
           x.first[j] *= scale * factor.first[j], x.second[j] *= scale * factor.second[j];
       }
       if (!is_v) angles.rotate(i, slot, x, is_backward ? -1.0f : 1.0f);
-#if FP8
+#if FP8 && APPEND
+      if (is_q) {
+        raw[h][i].write(to.base, row, Slot(slot), x);
+      } else { /* rounded first, as `rope` does */
+        const Slot at(slot);
+        raw[h][i].first.set(x.first), raw[h][i].second.set(x.second);
+        raw[h][i].get(x);
+        write_to_page(to.base, row + at.first, x.first, of_page);
+        write_to_page(to.base, row + at.second, x.second, of_page);
+      }
+#elif FP8
       const Slot at(slot);
       write_fp8(to.base, row + at.first, x.first, is_q ? over_q : over_k);
       write_fp8(to.base, row + at.second, x.second, is_q ? over_q : over_k);
@@ -274,7 +309,7 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
 #endif
     }
   }
-#if FP8
+#if FP8 && !APPEND
   SHARED_MEMORY(memory);
   float* const parts = reinterpret_cast<float*>(memory);
   most_q = over_threads<Largest, THREADS>(most_q, parts);
@@ -284,12 +319,14 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotate(const Rope a) {
+  wait_for_previous();
   rotate_all<false>(a);
 }
 
-#if FP8
+#if FP8 && !APPEND
 /* The amax of all blocks: a block for queries, and one for keys. */
 extern "C" __global__ void __launch_bounds__(512) largest_of_blocks(const Rope a) {
+  wait_for_previous();
   SHARED_MEMORY(memory);
   float most = 0.0f;
   for (number block = threadIdx.x; block < a.blocks; block += 512)
@@ -299,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(512) largest_of_blocks(const Rope a
 }
 #elif !APPEND
 extern "C" __global__ void __launch_bounds__(THREADS) rotate_back(const Rope a) {
+  wait_for_previous();
   rotate_all<true>(a);
 }
 
@@ -350,6 +388,7 @@ __device__ __forceinline__ void sum_over_heads(float (&x)[HEADS], float (&y)[HEA
 /* Gradients of heads of which some are normalized, and of the weights: first blocks of queries, then of keys. What the
  * next token needs is read before the current one is computed. */
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const Rope a) {
+  wait_for_previous();
   const int lane = threadIdx.x % OF_ROW;
   const bool is_q = blockIdx.x < a.blocks_q;
   const void* const weight = is_q ? a.q_weight : a.k_weight;
@@ -442,6 +481,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const Ro
 
 /* The sums of all blocks: a block for each 32 columns, first of q's weight, then of k's. */
 extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Rope a) {
+  wait_for_previous();
   const unsigned of_kind = (DIM + 31) / 32, is_k = blockIdx.x >= of_kind;
   void* const to = is_k ? a.grad_k_weight : a.grad_q_weight;
   if (!to) return;

@@ -204,6 +204,12 @@ def fp8_operands_of(*heads: Any, q_scale: Any, k_scale: Any, **norms: Any) -> tu
     return (*operands, *(None,) * (8 - len(operands)), q_scale, k_scale)
 
 
+def completed(operands: tuple[Value, ...]) -> tuple[Value, ...]:
+    """All operands of a rotation."""
+    values = [float(x) if isinstance(x, int) else x for x in operands]
+    return (*values, *(None,) * (len(rope_rows.operands) - len(values)))
+
+
 def operands_of(
     q: Tensor,
     k: Tensor | None,

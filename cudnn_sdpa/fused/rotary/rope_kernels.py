@@ -14,7 +14,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.own import DTYPES
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.graph.layouts import ALIGNMENT, EXPONENT_BITS, TensorLayout
 from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 
@@ -77,11 +77,11 @@ def _kernel(
     *,
     shared: int,
     interleaved: bool,
-    fp8: bool,
+    fp8: int,
     append: bool,
 ) -> Kernel:
     defines = {"DTYPE": DTYPES[dtype], "WDTYPE": DTYPES[weight], "INTERLEAVED": int(interleaved), "THREADS": _THREADS}
-    defines |= {"FP8": int(fp8), "APPEND": int(append)}
+    defines |= {"FP8": fp8, "APPEND": int(append)}
     return Kernel(_SOURCE, name, defines | {k.upper(): x for k, x in tiles._asdict().items()}, shared)
 
 
@@ -124,7 +124,10 @@ _APPENDED = {
 
 @functools.partial(KernelOp, folder=_FOLDER)
 def own_rope_append(key: PlanKey) -> KernelProgram:
-    """Rotated queries; keys, rotated likewise, and values in their slots of pages (pages, Hkv, page size, D)."""
+    """Rotated queries; keys, rotated likewise, and values in their slots of pages (pages, Hkv, page size, D).
+
+    Pages are in the dtype of q or in FP8.
+    """
     return _program(key, ["rotate"], _APPENDED)
 
 
@@ -166,7 +169,7 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
         dtype=given.dtype,
         weight=given.dtype if weight is None else weight.dtype,
         interleaved=bool(key.option_values["interleaved"]),
-        fp8=is_fp8,
+        fp8=int(is_fp8) if pages is None else EXPONENT_BITS.get(pages.dtype, 0),
         append=pages is not None,
     )
     shared = 4 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
@@ -194,6 +197,7 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
             columns=0 if table is None else table.shape[1],
             pages=0 if pages is None else pages.shape[0],
             page_size=0 if pages is None else pages.shape[2],
+            **{f"{name}_step": _step(layouts.get(name)) for name in ("k_scale", "v_scale")},
             eps=0,
             shift=0,
             **{name: _strides(layouts.get(name), tiles.unit) for name in _HEADS},
@@ -220,6 +224,10 @@ def _tiles(heads: Mapping[str, TensorLayout], dim: int, rotary_dim: int, most: i
     slots = dim // (2 * unit)
     of_row = min(32, 1 << (slots - 1).bit_length())
     return Tiles(unit, of_row, -(-slots // of_row), slots, rotated=rotary_dim // (2 * unit))
+
+
+def _step(scale: TensorLayout | None) -> int:
+    return 0 if scale is None or math.prod(scale.shape) == 1 else scale.stride[0]
 
 
 def _strides(x: TensorLayout | None, unit: int) -> dict[str, int]:

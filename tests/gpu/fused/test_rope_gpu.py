@@ -9,7 +9,7 @@ import torch
 from attention_checks import poison
 from float64_reference import rope as right
 
-from cudnn_sdpa import explain, nn, rope
+from cudnn_sdpa import LayoutError, explain, nn, rope, rope_
 
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 
@@ -64,6 +64,40 @@ def test_values_and_gradients(shape, dtype, normed):
                 assert difference(x, y) < 2 * BOUNDS[dtype]
             of_runs.append(found)
         assert all(map(torch.equal, *of_runs))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_in_place(shape, dtype):
+    """Views of one projection, whose values stay; calls of one kind several times."""
+    for packed, normed in itertools.product((False, True), ("", "q" if not shape[3] else "qk")):
+        weights = {f"{name}_weight": torch.rand(shape[0], device="cuda") for name in normed}
+        for interleaved in (False, True, True, True):
+            given = drawn(shape, dtype, packed=packed) | weights
+            rest = given["q"]._base[..., shape[2] + shape[3] :, :]
+            before, wide = rest.clone(), {n: x if x is None else x.double() for n, x in given.items()}
+            wanted = right(**wide, interleaved=interleaved)
+            rope_(**given, interleaved=interleaved)
+            for name, y in zip("qk", wanted, strict=False):
+                assert difference(given[name], y) < BOUNDS[dtype]
+            assert torch.equal(rest, before)
+    if given["k"] is not None:
+        with pytest.raises(LayoutError, match="overlaps k"):
+            rope_(**given | {"k": given["q"]}, interleaved=True)
+
+
+def test_in_place_in_a_cuda_graph():
+    given = drawn((128, 128, 8, 2, 64), torch.bfloat16, packed=True)
+    rope_(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rope_(**given)
+    for name in ("q", "k", "cos", "sin"):
+        given[name].normal_()
+    wanted = right(**{name: x.double() for name, x in given.items()})
+    graph.replay()
+    for name, y in zip("qk", wanted, strict=True):
+        assert difference(given[name], y) < BOUNDS[torch.bfloat16]
 
 
 def test_in_a_cuda_graph():

@@ -14,6 +14,7 @@ from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
 from cudnn_sdpa.attention.dense import forward
 from cudnn_sdpa.attention.dense.forward import BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.graph import private_memory
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
 from cudnn_sdpa.plans.cache import plan_of
@@ -183,7 +184,7 @@ def test_tables_live_until_other_streams_have_read_them(bucketed):  # noqa: ARG0
         torch.cuda._sleep(200_000_000)
         found = sdpa(*tensors)
     plan_cache.clear()
-    with torch.cuda.stream(device_memory._arenas[0]._stream):  # new allocations would reuse the memory of the tables
+    with torch.cuda.stream(private_memory._streams[0]):  # new allocations would reuse the memory of the tables
         device_memory._arenas[0]._chunk = None
         fill = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(50)]
     torch.cuda.synchronize()

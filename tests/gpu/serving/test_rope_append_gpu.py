@@ -9,7 +9,7 @@ import torch
 from attention_checks import nothing_synchronizes, poison
 from float64_reference import rope as right
 
-from cudnn_sdpa import PagedKVCache, nn, rope_append_paged_kv
+from cudnn_sdpa import PagedKVCache, append_paged_kv, nn, rope, rope_append_paged_kv
 
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -68,6 +68,29 @@ def test_values(shape, dtype):
             poison(tuple(given["q"].shape), dtype=dtype)
             out = rope_append_paged_kv(**given, page_layout=layout, **options)
             check(given, out, before, layout, **options)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_in_fp8_hold_what_two_operations_write(shape, stored):
+    """Scales are of all heads or of each; keys begin at an odd address. Rotations may differ in the last bit."""
+    heads_k = shape[3]
+    for dtype, layout, of_one_head in itertools.product(BOUNDS, ("NHD", "HND"), (False, True)):
+        given, options = drawn(shape, dtype, layout, "qk"), {"page_layout": layout, "interleaved": of_one_head}
+        scales = torch.rand(heads_k if of_one_head else 1, device="cuda") + 0.003
+        given |= {"k_scale": scales, "v_scale": torch.full((), 0.004, device="cuda")}
+        bits = torch.randint(120, (given["k_pages"].numel() + 1,), device="cuda").to(torch.uint8)
+        given["k_pages"] = bits[1:].view(stored).view(given["k_pages"].shape)
+        given["v_pages"] = given["v_pages"].to(stored)
+        into = {name: given[name].clone() for name in ("k_pages", "v_pages")}
+        rotation = {n: x for n, x in given.items() if n in ("q", "k", "cos", "sin") or "weight" in n}
+        q, k = rope(**rotation, interleaved=of_one_head)
+        of = {name: given[name] for name in ("v", "slot_mapping", "k_scale", "v_scale")}
+        append_paged_kv(k, **of, **into, page_layout=layout)
+        torch.testing.assert_close(rope_append_paged_kv(**given, **options), q)
+        differ = {name: pages.view(torch.uint8) != given[name].view(torch.uint8) for name, pages in into.items()}
+        assert not differ["v_pages"].any()
+        assert differ["k_pages"].float().mean() < 1e-3
 
 
 def test_in_a_cuda_graph():

@@ -146,6 +146,13 @@ def for_rotations_in_fp8():
     return {**for_rotations(), "q_scale": torch.tensor([0.01]), "k_scale": torch.tensor(0.02)}
 
 
+def rope_in_place(q, k, **given):
+    """Copies of the heads, rotated in place."""
+    q, k = q.clone(), k.clone()
+    cudnn_sdpa.rope_(q, k, **given)
+    return q, k
+
+
 def rope_fp8(**given):
     """Values in float32: gloo sends no FP8."""
     found = cudnn_sdpa.rope_fp8(**given)
@@ -343,6 +350,13 @@ CASES = {
         },
         all_of(BATCH, "q", "k", "cos", "sin") | {"k_weight": R},
         [BATCH, BATCH],
+    ),
+    "rope_, heads": Case(
+        rope_in_place,
+        for_rotations,
+        all_of(HEADS, "q", "k") | {"cos": R, "sin": R, "q_weight": R, "k_weight": R},
+        [HEADS, HEADS],
+        trains=False,
     ),
     "rope_fp8, the batch": Case(
         rope_fp8,

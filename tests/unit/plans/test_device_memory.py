@@ -19,7 +19,7 @@ LAYOUT = TensorLayout.contiguous((2, 3, 1), torch.int32)
 def memory_of_this_machine(monkeypatch):
     monkeypatch.setattr(device_memory, "_arenas", {})
     monkeypatch.setattr(device_memory, "_constants", {})
-    monkeypatch.setattr(device_memory._Arena, "_fetch", lambda _, size: torch.full((size,), 77, dtype=torch.uint8))
+    monkeypatch.setattr(device_memory, "private_memory", lambda _, size: torch.full((size,), 77, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
 
 

@@ -1,10 +1,12 @@
-"""Arguments of the library's own kernels, filled by the fields that their sources declare."""
+"""Sources of the library's own kernels: arguments, filled by the fields that they declare, and how kernels begin."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from cudnn_sdpa.plans.nvrtc import Struct
+from cudnn_sdpa.plans.nvrtc import HEADERS, Struct
 
 SOURCE = """
 struct Part {
@@ -61,3 +63,12 @@ def test_a_line_that_is_no_field_is_refused(tmp_path):
     path.write_text(SOURCE.replace("number count;", "number count, more;"))
     with pytest.raises(ValueError, match="no field"):
         Struct(path, "Whole").filled(count=1)
+
+
+def test_every_kernel_waits_first_for_what_is_ahead():
+    """Its launch does not; and `__ldg` could read what was there before."""
+    sources = [path.read_text() for path in HEADERS.parent.rglob("*.cu*")]
+    found = [first for source in sources for first in re.findall(r"__global__[^{;]*\{\s*(.*)", source)]
+    assert len(found) > 40
+    assert set(found) == {"wait_for_previous();"}
+    assert not any("__ldg(" in source for source in sources)

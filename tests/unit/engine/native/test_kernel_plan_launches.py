@@ -79,6 +79,15 @@ def test_the_driver_is_given_the_grids_and_the_fields_of_a_call(stream, way, sum
     assert first.fields == expected
 
 
+@pytest.mark.parametrize("sm", [89, 90, 120])
+def test_launches_overlap_what_is_ahead_where_kernels_wait_for_it(sm, way, sums, driver):
+    driver.sm = sm
+    sums.warm_up(torch.randn(3, 4))
+    driver.launches.clear()
+    sums.assert_right(sums(x := torch.randn(3, 4)), x)
+    assert [launch.overlaps for launch in driver.launches] == [way == "native" and sm >= 90, False]
+
+
 def test_one_plan_serves_all_sizes(sums, driver):
     for rows, columns, apart in [(1, 1, 1), (130, 3, 3), (19, 40, 77), (1, 1, 5)]:
         x = torch.randn(rows, apart)[:, :columns]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract.operations import OPERATIONS, Example
-from fake_driver import LAUNCH, Launch
+from fake_driver import LAUNCH_EX, Launch
 from fake_gpu import CpuKernel, everywhere, poisoned
 from native_way import native_way
 from real_plans import Device, real_plans
@@ -124,8 +124,8 @@ def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, mon
         launched.append(("python", kernel.name, blocks, threads, on))
         run(kernel, blocks, threads, fields)
 
-    def by_driver(function, *given):
-        launch = Launch.of(kernels[function].name, given, words=64)
+    def by_driver(config, function, arguments, _):
+        launch = Launch.of_ex(kernels[function].name, config.contents, arguments, words=64)
         launched.append(("driver", launch.name, launch.blocks, launch.threads, launch.stream))
         if not status:
             run(kernels[function], launch.blocks, launch.threads, array("q", launch.fields))
@@ -133,9 +133,9 @@ def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, mon
 
     def native(kernel):
         kernels[id(kernel)] = kernel
-        return ctypes.cast(driver, ctypes.c_void_p).value, id(kernel), 0
+        return ctypes.cast(driver, ctypes.c_void_p).value, id(kernel), 0, True
 
-    driver = LAUNCH(by_driver)
+    driver = LAUNCH_EX(by_driver)
     monkeypatch.setattr(CpuKernel, "launch", by_python)
     monkeypatch.setattr(CpuKernel, "native", property(native), raising=False)
     with real_plans(call.compute) as device, device.stream(11):
@@ -584,7 +584,7 @@ def test_memory_of_a_slot_that_cannot_be_allocated(monkeypatch):
 
     def work() -> int:
         slot = thread.slots[0]
-        slot._filled, slot.filled = None, 0  # of a thread that has ended
+        slot.filled = 0  # of a thread that has ended
         with monkeypatch.context() as patch:
             patch.setattr(handles, "_memory", fails)
             for _ in range(2):
