@@ -2,10 +2,10 @@
  *
  * OF_ROW threads share a head, a power of 2 up to 32, and compute HEADS heads of a token one after the other, with the
  * same angles. A head has SLOTS slots of two units: ROTATED ones of features that are rotated together, then those of
- * features that are not. Each thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring
- * features, not one of each half. FP8: results are in E4M3 with a given scale for queries and one for keys. APPEND: keys,
- * and values as they are, go into the slots of tokens; with FP8, the bits of its exponent, divided by scales of their
- * own. Other macros: see rows.cuh.
+ * features that are not. Each thread has HELD slots. A block has THREADS threads; of those that sum gradients of weights
+ * a multiprocessor has BLOCKS. INTERLEAVED: a pair is two neighboring features, not one of each half. FP8: results are in
+ * E4M3 with a given scale for queries and one for keys. APPEND: keys, and values as they are, go into the slots of
+ * tokens; with FP8, the bits of its exponent, divided by scales of their own. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 #include "slots.cuh"
@@ -358,17 +358,19 @@ struct Walk {
   }
 };
 
-/* Where the current token is, in units. */
+/* Where the current token is: at a thread's first unit, whose number `unit` is. */
 struct Place {
   void* base;
+  int unit;
   unsigned at, head, step, wrap;
 
-  __device__ __forceinline__ Place(const Rope& a, const Walk& walk, const Heads& of)
-      : base(of.base),
-        at(walk.batch * of.batch + walk.token * of.token + walk.head * of.head),
-        head(of.head),
-        step(walk.batches * of.batch + walk.tokens * of.token),
-        wrap(of.batch - a.tokens * of.token) {}
+  __device__ __forceinline__ Place(const Rope& a, const Walk& walk, const Heads& of, int unit)
+      : base(of.base), unit(unit), head(of.head), wrap(of.batch - a.tokens * of.token) {
+    at = walk.batch * of.batch + walk.token * of.token + walk.head * of.head + unit;
+    step = walk.batches * of.batch + walk.tokens * of.token;
+  }
+
+  __device__ __forceinline__ number row(int h) const { return (number)(at + h * head) - unit; }
 
   __device__ __forceinline__ void advance(bool is_wrapped) { at += step + (is_wrapped ? wrap : 0); }
 };
@@ -391,27 +393,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const Ro
   const bool is_q = blockIdx.x < a.blocks_q;
   const void* const weight = is_q ? a.q_weight : a.k_weight;
   Walk walk(a, is_q);
-  Place x(a, walk, heads_of(is_q, a.q, a.k)), grad(a, walk, heads_of(is_q, a.grad_q, a.grad_k));
-  Place out(a, walk, heads_of(is_q, a.out_q, a.out_k)), angle(a, walk, {nullptr, a.cos_batch, 0, ROTATED});
+  const int unit = Slot(lane).first;
+  Place x(a, walk, heads_of(is_q, a.q, a.k), unit), grad(a, walk, heads_of(is_q, a.grad_q, a.grad_k), unit);
+  Place out(a, walk, heads_of(is_q, a.out_q, a.out_k), unit), angle(a, walk, {nullptr, a.cos_batch, 0, ROTATED}, lane);
   const unsigned tokens = a.tokens, count = a.batch * tokens;
   RawPairs raw[HEADS][HELD], raw_grad[HEADS][HELD];
   Angles angles;
   const auto read = [&] {
     FOR_HEADS(h) FOR_SLOTS(i, slot) {
-      if (weight) raw[h][i].read(x.base, x.at + h * x.head, Slot(slot));
-      raw_grad[h][i].read(grad.base, grad.at + h * grad.head, Slot(slot));
+      if (weight) raw[h][i].read(x.base, x.row(h), Slot(slot));
+      raw_grad[h][i].read(grad.base, grad.row(h), Slot(slot));
     }
-    angles.read(a.cos, a.sin, angle.at, lane);
+    angles.read(a.cos, a.sin, angle.row(0), lane);
   };
   bool is_there = walk.first < walk.apart && walk.first < count;
   if (is_there) read();
-  Pairs factors[HELD], of_weight[HELD];
+  Pairs factors[HELD], of_weight[HELD] = {};
   FOR_SLOTS(i, slot) {
     RawWeights weights;
     if (weight) weights.read(weight, Slot(slot));
     weights.get(factors[i], float_of(a.shift));
-#pragma unroll
-    for (int j = 0; j < UNIT; ++j) of_weight[i].first[j] = of_weight[i].second[j] = 0.0f;
   }
   for (unsigned begin = 0; begin < count; begin += walk.apart) {
     Pairs heads[HEADS][HELD], grads[HEADS][HELD];
@@ -454,8 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const Ro
               of_head.second[j] = scale * (of_head.second[j] * factors[i].second[j] - second * along);
             }
           }
-          RawPairs written;
-          written.write(out.base, out.at + h * out.head, Slot(slot), of_head);
+          RawPairs().write(out.base, out.row(h), Slot(slot), of_head);
         }
       }
     out.advance(is_wrapped);
