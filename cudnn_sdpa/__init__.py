@@ -64,6 +64,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.fused.graph_op import graph_op as graph_op
     from cudnn_sdpa.fused.norm import NormInFp8 as NormInFp8
     from cudnn_sdpa.fused.norm import layer_norm as layer_norm
+    from cudnn_sdpa.fused.norm import layer_norm_fp8 as layer_norm_fp8
     from cudnn_sdpa.fused.norm import rms_norm as rms_norm
     from cudnn_sdpa.fused.norm import rms_norm_fp8 as rms_norm_fp8
     from cudnn_sdpa.fused.rotary.rope import RopeInFp8 as RopeInFp8
@@ -121,7 +122,7 @@ _NAMES = {
     "fused.activation": "gelu_mul relu_squared silu_mul",
     "fused.conv": "conv1d conv2d conv3d",
     "fused.graph_op": "GraphFunction graph_op",
-    "fused.norm": "NormInFp8 layer_norm rms_norm rms_norm_fp8",
+    "fused.norm": "NormInFp8 layer_norm layer_norm_fp8 rms_norm rms_norm_fp8",
     "fused.rotary.rope": "RopeInFp8 rope rope_fp8",
     "fused.rotary.rope_in_place": "rope_",
     "nn": "Fp8Attention",

@@ -1890,11 +1890,8 @@ class RmsNorm(Operation):
         return cudnn_sdpa.rms_norm, (tensors["x"], tensors.get("weight")), {**more, **case.options}
 
 
-@operation
-class RmsNormFp8(RmsNorm):
-    """Results are multiplied by their scales."""
-
-    name = "rms_norm_fp8"
+class NormInFp8(Operation):
+    """Mixed into norms: results are multiplied by their scales."""
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         drawn_norm = super().draw(r, seed, device)
@@ -1905,7 +1902,7 @@ class RmsNormFp8(RmsNorm):
         return replace(drawn_norm, tensors=tensors, options=options, wanted=())
 
     def call(self, tensors, options, facts):
-        found = cudnn_sdpa.rms_norm_fp8(**tensors, **options)
+        found = getattr(cudnn_sdpa, self.name)(**tensors, **options)
         wide = F64 if tensors["x"].dtype == F64 else F32
         values = (found.out.to(wide) * found.scale.to(wide)).to(tensors["x"].dtype)
         results = {"out": values, "sum": found.total, "amax": found.amax}
@@ -1933,7 +1930,12 @@ class RmsNormFp8(RmsNorm):
         return {"out": out * 1.01 + precision.tiny, "amax": 4 * most, "amax of rows": 4 * by_row, **more}
 
     def explained(self, case):
-        return cudnn_sdpa.rms_norm_fp8, (), {**meta(case), **case.options}
+        return getattr(cudnn_sdpa, self.name), (), {**meta(case), **case.options}
+
+
+@operation
+class RmsNormFp8(NormInFp8, RmsNorm):
+    name = "rms_norm_fp8"
 
 
 @operation
@@ -1968,6 +1970,31 @@ class LayerNorm(Operation):
     def explained(self, case):
         tensors = meta(case)
         return cudnn_sdpa.layer_norm, (tensors["x"], tensors.get("weight"), tensors.get("bias")), case.options
+
+
+class LayerNormOfSum(LayerNorm):
+    """With a residual, which the norm in FP8 alone takes."""
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        case = super().draw(r, seed, device)
+        residual = {"residual": drawn(r, case.tensors["x"].shape, case.dtype, scale=1.7)} if r.random() < 0.4 else {}
+        return replace(case, tensors={**case.tensors, **residual})
+
+    def exact(self, case, options, leaves, known):
+        known["total"] = leaves["x"] + leaves.get("residual", 0.0)
+        found = super().exact(case, options, {**leaves, "x": known["total"]}, known)
+        return found | ({"sum": known["total"]} if "residual" in leaves else {})
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        total = known["total"]
+        off = precision.unit * total.abs() if "residual" in leaves else None
+        given = total, leaves.get("weight"), leaves.get("bias"), options["eps"], None, precision
+        return norm_bounds(*given, centered=True, sum_off=off)
+
+
+@operation
+class LayerNormFp8(NormInFp8, LayerNormOfSum):
+    name = "layer_norm_fp8"
 
 
 def has_rows(spec: Spec) -> bool:

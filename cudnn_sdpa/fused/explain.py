@@ -22,7 +22,14 @@ from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
-from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_rows, rms_norm_fp8_rows, rms_norm_rows
+from cudnn_sdpa.fused.norm_graphs import (
+    checked_eps,
+    default_eps,
+    layer_norm_fp8_rows,
+    layer_norm_rows,
+    rms_norm_fp8_rows,
+    rms_norm_rows,
+)
 from cudnn_sdpa.fused.rotary.rope import fp8_operands_of, operands_of, rope, rope_fp8
 from cudnn_sdpa.fused.rotary.rope_graphs import rope_fp8_rows, rope_rows
 from cudnn_sdpa.graph.key import PlanKey
@@ -63,6 +70,24 @@ def _rms_norm_fp8(
     eps = checked_eps(default_eps(x) if eps is None else eps)
     shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
     description = rms_norm_fp8_rows.describe(x, weight, eps, shift=shift, residual=residual, scale=scale)
+    return _completed_fp8(description, x, residual, scale)
+
+
+@describes(norm.layer_norm_fp8, layer_norm_fp8_rows.ways)
+def _layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    scale: Tensor | None,
+    residual: Tensor | None,
+) -> Description:
+    description = layer_norm_fp8_rows.describe(x, weight, bias, checked_eps(eps), residual=residual, scale=scale)
+    return _completed_fp8(description, x, residual, scale)
+
+
+def _completed_fp8(description: Description, x: Tensor, residual: Tensor | None, scale: Tensor | None) -> Description:
     return _completed(description, x, _copies(x=x, residual=residual) + ["the amax of all rows"] * (scale is not None))
 
 

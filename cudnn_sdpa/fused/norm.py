@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm`: normalization of rows, one kernel per direction."""
+"""`rms_norm` and `layer_norm`: normalization of rows, one kernel per direction; also in FP8."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     checked_eps,
     default_eps,
     fuses,
+    layer_norm_fp8_rows,
     layer_norm_rows,
     rms_norm_fp8_rows,
     rms_norm_rows,
@@ -192,7 +193,49 @@ def rms_norm_fp8(
     """
     eps = checked_eps(default_eps(x) if eps is None else eps)
     shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
-    out, of_rows, *total = rms_norm_fp8_rows(x, weight, eps, shift=shift, residual=residual, scale=scale)
+    return _in_fp8(rms_norm_fp8_rows(x, weight, eps, shift=shift, residual=residual, scale=scale), scale)
+
+
+def layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> NormInFp8:
+    """`layer_norm` in E4M3 for an FP8 linear layer, in one kernel of this library. For inference.
+
+    Scales and rounding are those of `rms_norm_fp8`.
+
+    Args:
+        x: (..., n), float16, bfloat16 or float32. Kernels read dense rows; an x that is not contiguous is copied first.
+        weight: (n,), in x's dtype or float32; None is ones.
+        bias: (n,), likewise, in weight's dtype; None is zeros.
+        eps: As for `layer_norm`.
+        scale: () or (1,), float32; None is one for each row.
+        residual: Of x's shape and dtype: added to x first, in the same kernel.
+
+    Returns:
+        The norm, its scale, its amax if a scale is given (one more small kernel), and the sum with a residual.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        UnsupportedError: A tensor requires grad, or the GPU has no FP8 (before compute capability 8.9).
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> x, weight, bias = torch.randn(2, 5, 64), torch.rand(64), torch.rand(64)
+        >>> found = cudnn_sdpa.layer_norm_fp8(x, weight, bias)
+        >>> torch.allclose(found.out.float() * found.scale, cudnn_sdpa.layer_norm(x, weight, bias), atol=0.2)
+        True
+    """
+    return _in_fp8(layer_norm_fp8_rows(x, weight, bias, checked_eps(eps), residual=residual, scale=scale), scale)
+
+
+def _in_fp8(results: tuple[Tensor, ...], scale: Tensor | None) -> NormInFp8:
+    out, of_rows, *total = results
     amax = None
     if scale is not None:
         amax = of_rows.sum() if is_empty(of_rows) else of_rows.amax()  # an empty one has no largest value

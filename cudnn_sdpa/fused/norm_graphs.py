@@ -98,6 +98,10 @@ def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor 
     return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
+def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
+    return widened(x) if residual is None else widened(x) + widened(residual)
+
+
 def _rms_reference(
     x: Tensor,
     weight: Tensor | None = None,
@@ -108,7 +112,7 @@ def _rms_reference(
     trains: bool,
     activation: str | None,
 ) -> tuple[Tensor, ...]:
-    rows = widened(x) if residual is None else widened(x) + widened(residual)
+    rows = _sum(x, residual)
     scale = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
     out = ACTIVATIONS[activation](rows * scale * _factor(weight, shift, rows)).to(x.dtype)
     return (out, *(() if residual is None else (rows.to(x.dtype),)), *((scale,) if trains else ()))
@@ -257,6 +261,12 @@ def in_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
 
+def _quantized(out: Tensor, scale: Tensor | None, total: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    amax = out.abs().amax(-1, keepdim=True)
+    used = (amax / _LARGEST).clamp_min(2.0**-100) if scale is None else scale
+    return (in_e4m3(out, used), (used if scale is None else amax).float(), *total)
+
+
 def _fp8_reference(
     x: Tensor,
     weight: Tensor | None = None,
@@ -265,23 +275,14 @@ def _fp8_reference(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    rows = widened(x) if residual is None else widened(x) + widened(residual)
+    rows = _sum(x, residual)
     out = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * _factor(weight, shift, rows)
-    amax = out.abs().amax(-1, keepdim=True)
-    used = (amax / _LARGEST).clamp_min(2.0**-100) if scale is None else scale
-    total = () if residual is None else (rows.to(x.dtype),)
-    return (in_e4m3(out, used), (used if scale is None else amax).float(), *total)
+    return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
 
-def _fp8_outputs(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    shift: float | None = None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> list[Tensor]:
-    del weight, eps, shift, scale
+def _fp8_outputs(x: Tensor, *others: Value) -> list[Tensor]:
+    """Of both norms, whose last two operands are the residual and the scale."""
+    *_, residual, _ = others
     of_rows = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     quantized = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     return [quantized, of_rows, *([] if residual is None else [torch.empty(x.shape, dtype=x.dtype, device=x.device)])]
@@ -296,6 +297,10 @@ def _check_fp8(
     scale: Tensor | None,
 ) -> None:
     check(x, {"weight": weight}, eps, residual)
+    _check_scale(scale, x)
+
+
+def _check_scale(scale: Tensor | None, x: Tensor) -> None:
     if scale is not None:
         check_beside("scale", scale, "x", x, dtype=torch.float32)
         if scale.numel() != 1:
@@ -325,11 +330,17 @@ def rms_norm_fp8_rows(
 def _layer_reference(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, trains: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    rows = widened(x)
+    out, mean, scale = _layer_normalized(widened(x), weight, bias, eps)
+    return (out.to(x.dtype), mean, scale) if trains else out.to(x.dtype)
+
+
+def _layer_normalized(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     mean = rows.mean(-1, keepdim=True)
     scale = ((rows - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    out = ((rows - mean) * scale * widened(weight) + widened(bias)).to(x.dtype)
-    return (out, mean, scale) if trains else out
+    out = (rows - mean) * scale * (1.0 if weight is None else widened(weight))
+    return out if bias is None else out + widened(bias), mean, scale
 
 
 def _layer_gradients_reference(
@@ -359,9 +370,11 @@ def layer_norm_gradients(
     return tuple(gradients)
 
 
-def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, **_: object) -> None:
-    check(x, {"weight": weight, "bias": bias}, eps)
-    if weight.dtype != bias.dtype:
+def _check_layer(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: object, residual: Tensor | None = None, **_: object
+) -> None:
+    check(x, {"weight": weight, "bias": bias}, eps, residual)
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise DtypeError("bias", dtype_name(bias.dtype), f"{dtype_name(weight.dtype)}, the dtype of weight")
 
 
@@ -392,6 +405,44 @@ def layer_norm_rows(
     return (out, mean, scale) if trains else out
 
 
+def _layer_fp8_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    rows = _sum(x, residual)
+    out, _, _ = _layer_normalized(rows, weight, bias, eps)
+    return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
+
+
+def _check_layer_fp8(x: Tensor, *others: Any) -> None:
+    _check_layer(x, *others[:-1])
+    _check_scale(others[-1], x)
+
+
+@graph_op(
+    reference=_layer_fp8_reference,
+    outputs=_fp8_outputs,
+    check=_check_layer_fp8,
+    readable=_contiguous,
+    shard={"x": 1, "residual": 1},
+)
+def layer_norm_fp8_rows(
+    g: GraphBuilder,
+    x: Symbol,
+    weight: Symbol | None = None,
+    bias: Symbol | None = None,
+    eps: Symbol | None = None,
+    residual: Symbol | None = None,
+    scale: Symbol | None = None,
+) -> NoReturn:
+    """Rows of a LayerNorm in E4M3, and the rest as `rms_norm_fp8_rows` gives it."""
+    raise NotImplementedError("own kernels alone write norms in FP8")
+
+
 def _by_own_kernels(
     operation: KernelOp, names: Sequence[str], given: Views, *, target: Target, device: int | None
 ) -> tuple[Views, PlanKey | None, str]:
@@ -417,12 +468,12 @@ def _in_fp8(
 ) -> tuple[Views, PlanKey | None, str]:
     values, results, _ = given
     named = dict(zip(names, values, strict=True))
-    options = {"layer": False, "activation": None, "fp8": 1 if named["scale"] is None else 2}
+    options = {"layer": "bias" in names, "activation": None, "fp8": 1 if named["scale"] is None else 2}
     key = own.key_of(own_norm, named, results, options, target=target, device=device)
     return given, key, "own kernels: cuDNN's engines of norms write no FP8 of a scale for each row"
 
 
-rms_norm_fp8_rows.own = _in_fp8
+rms_norm_fp8_rows.own = layer_norm_fp8_rows.own = _in_fp8
 
 for _function, _operation in (
     (rms_norm_rows, own_norm),

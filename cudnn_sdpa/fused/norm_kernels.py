@@ -109,7 +109,8 @@ def own_norm(key: PlanKey) -> KernelProgram:
     layouts, options = _layouts(key), key.option_values
     x, layer, fp8 = layouts["x"], bool(options["layer"]), int(str(options.get("fp8", 0)))
     if fp8:
-        own.refuse_without_fp8("rms_norm_fp8", key.target, "rms_norm")
+        name = "layer_norm" if layer else "rms_norm"
+        own.refuse_without_fp8(f"{name}_fp8", key.target, name)
     total = "residual" in layouts
     tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key), total=total)
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
@@ -161,7 +162,7 @@ def _layouts(key: PlanKey) -> dict[str, TensorLayout]:
 
 
 def _weight_dtype(layouts: Mapping[str, TensorLayout]) -> torch.dtype:
-    return layouts.get("weight", layouts["x"]).dtype
+    return layouts.get("weight", layouts.get("bias", layouts["x"])).dtype
 
 
 def _processors(key: PlanKey) -> int:

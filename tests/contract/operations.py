@@ -729,12 +729,23 @@ def exact_rotated_in_fp8(q_scale: Tensor, k_scale: Tensor, **given: Any) -> Tens
 
 def norm_in_fp8(**given: Any) -> Tensor:
     """The values of the norm, and the sum."""
-    found = cudnn_sdpa.rms_norm_fp8(**given)
+    return _with_sum(cudnn_sdpa.rms_norm_fp8(**given))
+
+
+def layer_norm_in_fp8(**given: Any) -> Tensor:
+    return _with_sum(cudnn_sdpa.layer_norm_fp8(**given))
+
+
+def _with_sum(found: cudnn_sdpa.NormInFp8) -> Tensor:
     return torch.cat([(found.out.float() * found.scale).to(found.total.dtype), found.total], -1)
 
 
 def exact_norm_in_fp8(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
     return torch.cat(rms_norm(x, weight, residual=residual, **options), -1)
+
+
+def exact_layer_norm_in_fp8(x: Tensor, residual: Tensor, **given: Any) -> Tensor:
+    return torch.cat([layer_norm(x + residual, **given), x + residual], -1)
 
 
 def gated() -> dict[str, Tensor]:
@@ -1088,6 +1099,17 @@ OPERATIONS: dict[str, Example] = {
         exact_norm_in_fp8,
         differentiable=(),
         options={"eps": 1e-3, "zero_centered": True},
+        casts=(),
+        is_attention=False,
+        leading="x",
+        precision=0.05,
+    ),
+    "layer_norm_fp8": Example(
+        layer_norm_in_fp8,
+        lambda: {**with_residual(), "bias": torch.randn(64).to(HALF)},
+        exact_layer_norm_in_fp8,
+        differentiable=(),
+        options={"eps": 1e-3},
         casts=(),
         is_attention=False,
         leading="x",

@@ -35,6 +35,7 @@ COUNTS = {
     "rope": (90, 10),
     "rope_": (45, 10),
     "rms_norm_fp8": (60, 10),
+    "layer_norm_fp8": (45, 10),
     "rope_fp8": (60, 10),
     "append_paged_kv": (60, 8),
     "rope_append_paged_kv": (60, 8),

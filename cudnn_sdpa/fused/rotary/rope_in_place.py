@@ -80,7 +80,7 @@ def rope_(
     operands: tuple[Value, ...] = completed(operands_of(q, k, cos, sin, **rotation))
     options: Options = {"interleaved": interleaved}
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    may_be_known = not is_compiling() and _are_apart(operands)
+    may_be_known = not is_compiling() and is_plain_memory(*tensors) and _are_apart(operands)
     if may_be_known and _calls.find is not None and _calls.find(*operands, interleaved) is not MISSED:
         _count_write(q, k)
         return

@@ -1,4 +1,4 @@
-"""`rms_norm_fp8` on the GPU: values against float64, and a linear layer of PyTorch's that reads them."""
+"""`rms_norm_fp8` and `layer_norm_fp8` on the GPU: values against float64, and a linear layer that reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_checks import poison
 
-from cudnn_sdpa import rms_norm_fp8
+from cudnn_sdpa import layer_norm_fp8, rms_norm_fp8
 
 SHAPES = [(1, 4096), (7, 48), (4096, 4096), (64, 8192), (131_072, 128), (33, 5120), (3, 20_000), (5, 1)]
 
@@ -31,6 +31,28 @@ def test_values(shape, dtype):
         values = (wanted / found.scale).clamp(-448, 448)
         off, half = (found.out.double() - values).abs(), (values.abs() * 2**-4).clamp_min(2.0**-10)
         assert (off <= 1.001 * half).all()
+        if added is not None:
+            torch.testing.assert_close(found.total, total.to(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_of_a_layer_norm(shape, dtype):
+    x, residual = ((3 * torch.randn(shape, device="cuda") + 1).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(2, shape[-1], device="cuda")).to(dtype)
+    for added, scale in itertools.product((None, residual), (None, torch.tensor(0.004, device="cuda"))):
+        poison(shape, (*shape[:-1], 1), dtype=dtype)
+        found = layer_norm_fp8(x, weight, bias, 1e-3, residual=added, scale=scale)
+        total = x.double() + (0.0 if added is None else added.double())
+        wanted = torch.nn.functional.layer_norm(total, shape[-1:], weight.double(), bias.double(), 1e-3)
+        amax = wanted.abs().amax(-1, keepdim=True)
+        if scale is None:
+            torch.testing.assert_close(found.scale.double(), amax / 448, rtol=1e-5, atol=1e-7)
+        else:
+            torch.testing.assert_close(found.amax.double(), amax.amax(), rtol=1e-5, atol=0.0)
+        values = (wanted / found.scale).clamp(-448, 448)
+        off, half = (found.out.double() - values).abs(), (values.abs() * 2**-4).clamp_min(2.0**-10)
+        assert (off <= 1.001 * half + 1e-5 / found.scale).all()
         if added is not None:
             torch.testing.assert_close(found.total, total.to(dtype))
 

@@ -159,6 +159,11 @@ def rope_fp8(**given):
     return found.q.float(), found.k.float(), found.q_amax, found.k_amax
 
 
+def layer_norm_fp8(**given):
+    found = cudnn_sdpa.layer_norm_fp8(**given)
+    return found.out.float(), found.scale, found.total
+
+
 QKV = ("q", "k", "v")
 CASES = {
     "sdpa, batch": Case(
@@ -433,6 +438,13 @@ for _dim in (0, 1):
             lambda: {"x": randn(4, 6, 32), "weight": torch.rand(32), "bias": randn(32)},
             {"x": Shard(_dim), "weight": R, "bias": R},
             [Shard(_dim)],
+        ),
+        f"layer_norm_fp8, {_dim}": Case(
+            layer_norm_fp8,
+            lambda: {"x": randn(4, 6, 32), "bias": randn(32), "residual": randn(4, 6, 32)},
+            {"x": Shard(_dim), "bias": R, "residual": Shard(_dim)},
+            [Shard(_dim)] * 3,
+            trains=False,
         ),
         f"layer_norm, no bias, {_dim}": Case(
             cudnn_sdpa.layer_norm, lambda: {"x": randn(4, 6, 32)}, {"x": Shard(_dim)}, [Shard(_dim)]

@@ -138,7 +138,7 @@ def test_no_built_in_graph_is_left_out():
         for value in vars(module).values()
         if isinstance(value, GraphFunction)
     }
-    of_own_kernels = {"gelu_mul_gradients", "relu_squared_gradient", "rms_norm_fp8_rows"}
+    of_own_kernels = {"gelu_mul_gradients", "relu_squared_gradient", "rms_norm_fp8_rows", "layer_norm_fp8_rows"}
     assert graphs == set().union(*(case[-1] for case in CASES.values()), {"silu_mul_grad_up"}, of_own_kernels)
 
 

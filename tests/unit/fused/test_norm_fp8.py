@@ -1,4 +1,4 @@
-"""`rms_norm_fp8`: its kernel on the fake GPU and its reference on the CPU, against float64; scales, arguments."""
+"""`rms_norm_fp8` and `layer_norm_fp8`, on the fake GPU and by their references, against float64; arguments."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ import torch
 from fake_gpu import TARGET, gpu_on_the_cpu
 
 import cudnn_sdpa
-from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, rms_norm_fp8
+from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, layer_norm_fp8, rms_norm_fp8
 
 LENGTHS = (1, 2, 8, 48, 1000, 4096, 20_000)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def exact(x, weight, eps, residual=None, *, zero_centered=False):
+def exact(function, x, residual=None, *, weight, bias=None, eps, zero_centered=False):
     total = x.double() + (0.0 if residual is None else residual.double())
-    normalized = total / (total.square().mean(-1, keepdim=True) + eps).sqrt()
-    return normalized * (weight.double() + zero_centered), total
+    middle = total - total.mean(-1, keepdim=True) if function is layer_norm_fp8 else total
+    normalized = middle / (middle.square().mean(-1, keepdim=True) + eps).sqrt()
+    out = normalized * (1.0 if weight is None else weight.double() + zero_centered)
+    return out if bias is None else out + bias.double(), total
 
 
 @pytest.mark.parametrize(("length", "dtype"), list(itertools.product(LENGTHS, DTYPES)), ids=str)
+@pytest.mark.parametrize("function", [rms_norm_fp8, layer_norm_fp8])
 @pytest.mark.parametrize("where", ["kernel", "reference"])
-def test_values_match_float64(length, dtype, where):
+def test_values_match_float64(length, dtype, where, function):
     x, residual = ((3 * torch.randn(2, 3, length)).to(dtype) for _ in range(2))
     weight, given = (torch.rand(length) - 0.3).to(dtype), torch.tensor([0.004])
     for added, scale in itertools.product((None, residual), (None, given)):
+        options = {"weight": weight, "eps": 1e-3}
+        if function is rms_norm_fp8:
+            options["zero_centered"] = True
+        else:
+            options |= {"bias": torch.randn(length).to(dtype)} if added is None or scale is None else {"weight": None}
         with gpu_on_the_cpu() if where == "kernel" else contextlib.nullcontext():
-            found = rms_norm_fp8(x, weight, 1e-3, residual=added, scale=scale, zero_centered=True)
-        wanted, total = exact(x, weight, 1e-3, added, zero_centered=True)
+            found = function(x, residual=added, scale=scale, **options)
+        wanted, total = exact(function, x, added, **options)
         amax = wanted.abs().amax(-1, keepdim=True)
         if scale is None:
             assert found.amax is None
@@ -40,11 +48,24 @@ def test_values_match_float64(length, dtype, where):
             assert found.scale is scale
             torch.testing.assert_close(found.amax.double(), amax.amax(), rtol=1e-5, atol=0.0)
         values = (wanted / found.scale).clamp(-448, 448)
+        lost = 1e-6 * total.abs().amax() / found.scale if function is layer_norm_fp8 else 0.0
         off, half = (found.out.double() - values).abs(), (values.abs() * 2**-4).clamp_min(2.0**-10)
-        assert (off <= 1.001 * half).all()
+        assert (off <= 1.001 * half + lost).all()
         assert (found.total is None) == (added is None)
         if added is not None:
             torch.testing.assert_close(found.total, total.to(dtype))
+
+
+@pytest.mark.parametrize("of_bias", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("where", ["kernel", "reference"])
+def test_a_bias_alone_and_a_weight_alone(of_bias, where):
+    x, vector = torch.randn(5, 64).bfloat16(), torch.randn(64).to(of_bias)
+    with gpu_on_the_cpu() if where == "kernel" else contextlib.nullcontext():
+        for given in ({"bias": vector}, {"weight": vector}, {"weight": vector, "bias": vector.flip(0)}, {}):
+            found = layer_norm_fp8(x, **given)
+            wanted, _ = exact(layer_norm_fp8, x, **{"weight": None, "eps": 1e-5, **given})
+            off = (found.out.double() * found.scale - wanted).abs()
+            assert (off <= 1.01 * (wanted.abs() * 2**-4 + found.scale * 2**-10)).all()
 
 
 @pytest.mark.parametrize("where", ["kernel", "reference"])
@@ -72,8 +93,11 @@ def test_a_linear_layer_reads_it():
 
 def test_gpus_without_fp8_refuse():
     ampere = dataclasses.replace(TARGET, properties=(("deviceVer", 800), ("multiProcessorCount", 108)))
-    with gpu_on_the_cpu(target=ampere), pytest.raises(UnsupportedError, match=r"8\.9"):
-        rms_norm_fp8(torch.randn(3, 64))
+    with gpu_on_the_cpu(target=ampere):
+        for function in (rms_norm_fp8, layer_norm_fp8):
+            instead = function.__name__.removesuffix("_fp8")
+            with pytest.raises(UnsupportedError, match=rf"{function.__name__}(.|\n)*8\.9(.|\n)*{instead}"):
+                function(torch.randn(3, 64))
 
 
 @pytest.mark.parametrize(
@@ -89,5 +113,28 @@ def test_gpus_without_fp8_refuse():
     ],
 )
 def test_wrong_arguments_are_named(changed, error, named):
+    for function in (rms_norm_fp8, layer_norm_fp8)[: 1 if "zero_centered" in changed else 2]:
+        with pytest.raises(error, match=named):
+            function(**{"x": torch.randn(3, 64), **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "named"),
+    [
+        ({"bias": torch.ones(5)}, ShapeError, "bias"),
+        ({"weight": torch.ones(64), "bias": torch.ones(64).bfloat16()}, DtypeError, "bias"),
+        ({"bias": torch.ones(64, requires_grad=True)}, UnsupportedError, "requires grad"),
+        ({"residual": torch.ones(2, 64)}, ShapeError, "residual"),
+        ({"eps": None}, OptionError, "eps"),
+    ],
+)
+def test_wrong_arguments_of_a_layer_norm_are_named(changed, error, named):
     with pytest.raises(error, match=named):
-        rms_norm_fp8(**{"x": torch.randn(3, 64), **changed})
+        layer_norm_fp8(**{"x": torch.randn(3, 64), **changed})
+
+
+def test_explain_shows_the_kernel():
+    x = torch.randn(6, 64).bfloat16()
+    text = str(cudnn_sdpa.explain(layer_norm_fp8, x, scale=torch.ones(1)))
+    assert "the amax of all rows" in text
+    assert "own kernels" in text

@@ -31,7 +31,10 @@ from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
 
 #: Examples that launch a plan of cuDNN's; the others are kernels of the library's own.
-OF_OWN_KERNELS = ("kernels", "a kernel", "append", "sdpa_paged_varlen", "sdpa_paged, FP8", "rope", "rms_norm_fp8")
+OF_OWN_KERNELS = (
+    *("kernels", "a kernel", "append", "sdpa_paged_varlen", "sdpa_paged, FP8", "rope", "rms_norm_fp8"),
+    "layer_norm_fp8",
+)
 WITH_PLANS = [name for name in OPERATIONS if not name.startswith(OF_OWN_KERNELS)]
 
 #: Examples with kernels of the library's own before the plan.

@@ -29,7 +29,8 @@ from cudnn_sdpa.plans import plan as plans
 
 #: Examples that launch a plan of cuDNN's where no kernel of the library's own is preferred.
 OF_OWN_KERNELS = (
-    *("kernels", "a kernel", "append", "rope", "rms_norm_fp8", "sdpa_paged_varlen", "sdpa_paged, FP8"),
+    *("kernels", "a kernel", "append", "rope", "rms_norm_fp8", "layer_norm_fp8", "sdpa_paged_varlen"),
+    "sdpa_paged, FP8",
     *("gelu_mul", "relu_squared"),  # their gradients
 )
 WITH_PLANS = [name for name in OPERATIONS if not name.startswith(OF_OWN_KERNELS)]
