@@ -62,8 +62,9 @@ class Plan:
     of threads and streams can launch one plan at once.
 
     The cache sets `held`, `last_used` and `added_at`, numbers of uses; the native module sets `native_use`, which is
-    part of `last_used`; `captured_plans` sets `captured`, whether a CUDA graph contains a launch. `constants` are device tensors for operands whose values the key fixes. `recorder` says
-    who launches the plan where launches are recorded (`engine/recorded`).
+    part of `last_used`; `captured_plans` sets `captured`, whether a CUDA graph contains a launch. `constants` are
+    device tensors for operands whose values the key fixes. `recorder` says who launches the plan where launches are
+    recorded (`engine/recorded`).
     """
 
     __slots__ = (
