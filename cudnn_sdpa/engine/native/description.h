@@ -31,13 +31,14 @@ inline bool is_plain(const at::Tensor& tensor) {
 inline void describe(const at::Tensor& tensor, bool grad_mode, Words& words) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto sizes = impl->sizes(), strides = impl->strides();
-  words.push_back(impl->key_set().raw_repr());
-  words.push_back(
-      static_cast<uint64_t>(c10::typeMetaToScalarType(impl->dtype())) << 32 |
+  const size_t count = words.size();
+  words.resize_for_overwrite(count + 2 + 2 * sizes.size());
+  auto* word = words.data() + count;
+  *word++ = impl->key_set().raw_repr();
+  *word++ = static_cast<uint64_t>(c10::typeMetaToScalarType(impl->dtype())) << 32 |
       static_cast<uint64_t>(static_cast<uint8_t>(impl->device().index())) << 16 | sizes.size() << 1 |
-      static_cast<uint64_t>(grad_mode && impl->requires_grad()));
-  words.append(sizes.begin(), sizes.end());
-  words.append(strides.begin(), strides.end());
+      static_cast<uint64_t>(grad_mode && impl->requires_grad());
+  std::copy(strides.begin(), strides.end(), std::copy(sizes.begin(), sizes.end(), word));
 }
 
 // What PyTorch has set in this thread: autocast, inference mode, dispatch modes, functorch's transforms and tracing show

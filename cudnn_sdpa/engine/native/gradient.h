@@ -140,13 +140,15 @@ struct Gradient : public Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    variable_list tensors(grads.begin(), grads.end());
+    const size_t of_results = grads.size();
+    variable_list tensors = std::move(grads);
+    tensors.reserve(of_results + saved_.size());
     {
       const auto self = Nodes<NodePointer>::of(static_cast<Node*>(this));
       const std::lock_guard<std::mutex> lock(mutex_);
       for (const auto& variable : saved_) tensors.push_back(variable.unpack(self));
     }
-    return gradients(tensors, grads.size(), needs());
+    return gradients(tensors, of_results, needs());
   }
 
   // Compiled autograd: its graph is specialized on the kind of call, has the saved tensors as inputs, and calls back.

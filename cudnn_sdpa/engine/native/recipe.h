@@ -85,7 +85,7 @@ struct OwnSlot {
   const uint64_t* bound = nullptr;  // the stream that it is bound to
   uint64_t* zeros = nullptr;    // from one to the other: cleared memory that no launch has counted in
   PyObject* taken = nullptr;    // one byte: whether a call under way has taken the memory that kernels fill
-  PyObject* scratch = nullptr;  // address of the scratch memory
+  uint64_t scratch = 0;         // address of the scratch memory
   uint64_t filled = 0;          // address of the memory that kernels fill
 };
 inline thread_local OwnSlot own_slot;
@@ -326,14 +326,13 @@ struct Plan {
       PyObject* binding[] = {of_thread.ptr(), stream.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
-    const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
+    const uint64_t address = is_scratch ? scratch_of(of_thread) : memory.defined() ? address_of(memory) : 0;
     if (is_recorded) {
-      const uint64_t zeros = takes_zeros ? take_zeros(of_thread) : 0;
-      launch_recorded(pointers, number, py::cast<uint64_t>(address), current, zeros);
+      launch_recorded(pointers, number, address, current, takes_zeros ? take_zeros(of_thread) : 0);
       return;
     }
-    const py::int_ array(reinterpret_cast<uint64_t>(pointers));
-    PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), handle.ptr(), no_overrides.ptr()};
+    const py::int_ array(reinterpret_cast<uint64_t>(pointers)), of_workspace(address);
+    PyObject* arguments[] = {array.ptr(), count.ptr(), of_workspace.ptr(), handle.ptr(), no_overrides.ptr()};
     PyObject* done = PyObject_Vectorcall(execute.ptr(), arguments, 5, nullptr);
     if (done == nullptr) raise_refused();
     Py_DECREF(done);
@@ -376,7 +375,7 @@ struct Plan {
     if (own_slot.slot != of_thread.ptr()) return 0;
     auto *next = own_slot.zeros, *end = next + 1;
     if (*end - *next < size) {
-      const auto begin = py::cast<uint64_t>(scratch_of(of_thread)) + scratch;
+      const auto begin = scratch_of(of_thread) + scratch;
       if (zeros < size || cuda.cuMemsetD8Async(begin, 0, zeros, nullptr)) return 0;
       *next = begin, *end = begin + zeros;
     }
@@ -409,18 +408,18 @@ struct Plan {
       Py_XDECREF(before.slot);
       Py_XDECREF(before.raw);
       Py_XDECREF(before.taken);
-      Py_XDECREF(before.scratch);
     }
     return own;
   }
 
   // Known once the slot has been bound to the default stream.
-  py::object scratch_of(const py::object& of_thread) const {
+  uint64_t scratch_of(const py::object& of_thread) const {
     auto& own = own_slot;
-    if (own.slot != of_thread.ptr()) return checked(PyObject_GetAttr(of_thread.ptr(), of_scratch.ptr()));
-    if (own.scratch == nullptr) own.scratch = PyObject_GetAttr(own.slot, of_scratch.ptr());
-    if (own.scratch == nullptr) throw py::error_already_set();
-    return py::reinterpret_borrow<py::object>(own.scratch);
+    const bool is_own = own.slot == of_thread.ptr();
+    if (is_own && own.scratch) return own.scratch;
+    const auto address = py::cast<uint64_t>(checked(PyObject_GetAttr(of_thread.ptr(), of_scratch.ptr())));
+    if (is_own) own.scratch = address;
+    return address;
   }
 };
 

@@ -29,6 +29,7 @@ from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.graph import backend, handles, known_issues
 from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
+from cudnn_sdpa.plans.cache import next_use
 
 #: Examples that launch a plan of cuDNN's; the others are kernels of the library's own.
 OF_OWN_KERNELS = (
@@ -179,6 +180,29 @@ def test_a_plan_is_launched_on_its_gpu(name):
             seen.clear()
             assert_right(call, call.tensors())
             assert set(seen) == {0}
+
+
+@pytest.mark.parametrize("name", ["sdpa", "rms_norm", "sdpa, lengths"])
+def test_what_is_current_is_known_without_python(name, way, monkeypatch, launches_in_python):
+    """PyTorch's C++ says that it is a device's default stream, and that the device is the current one."""
+    call, asked = OPERATIONS[name], []
+
+    def stream_of(device):
+        asked.append(device)
+        return 0
+
+    with real_plans(call.compute) as device:
+        everywhere(monkeypatch, plans.current_raw_stream, stream_of)
+        monkeypatch.setattr(calls, "_OF_PYTORCH", (*calls._OF_PYTORCH, stream_of))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        everywhere(monkeypatch, plans.current_device, lambda: 0)
+        monkeypatch.setattr(calls, "_OF_PYTORCH", (*calls._OF_PYTORCH, plans.current_device))
+        call.warm_up()
+        launches_in_python.clear()
+        asked.clear()
+        assert_right(call, call.tensors())
+        assert device.last.stream == 0 if device.launches else name == "rms_norm"
+    assert bool(launches_in_python) is bool(asked) is (way == "python")
 
 
 # Workspaces.
@@ -356,6 +380,29 @@ def test_every_launch_is_a_use(device):
         uses.append(plan.last_used)
     assert uses == sorted(set(uses))
     assert plan_cache.info().hits == hits + 4
+
+
+def test_uses_are_in_one_order_whoever_launches():
+    """Python's and native ones in turn: the plan that has been used last is the last to be evicted."""
+    names, found = ("sdpa", "sdpa, lengths", "sdpa, one query, lengths"), {}
+    with real_plans() as device:
+        for name in names:
+            OPERATIONS[name].warm_up()
+            OPERATIONS[name](OPERATIONS[name].tensors())
+            (found[name],) = [plan for plan in plan_cache.plans() if plan.key == device.last.key]
+        hits = plan_cache.info().hits
+        for _ in range(40):
+            name = names[int(torch.randint(3, ()))]
+            others = plan_cache.plans()
+            others.remove(found[name])
+            with plan_cache.watch_uses() as used:
+                if torch.rand(()) < 0.5:
+                    OPERATIONS[name](OPERATIONS[name].tensors())
+                else:
+                    found[name].last_used = next_use()
+            assert used == [found[name].key]
+            assert plan_cache.plans() == [*others, found[name]]
+        assert plan_cache.info().hits == hits + 40
 
 
 @pytest.mark.sample(1)
