@@ -129,10 +129,10 @@ def test_the_current_stream_is_used():
     q, k, v = problem()
     expected = exact(q, k, v)[0]
     cudnn_sdpa.sdpa(q, k, v)
-    side = torch.cuda.Stream()
+    external = torch.cuda.ExternalStream(torch.cuda.Stream().cuda_stream)
     late = torch.zeros_like(q)
-    side.wait_stream(torch.cuda.current_stream())
-    for _ in range(5):
+    for side in (torch.cuda.Stream(), torch.cuda.Stream(priority=-1), external) * 3:
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             late.zero_()
             torch.cuda._sleep(20_000_000)
