@@ -109,7 +109,7 @@ def rotations() -> list[Row]:
 
 
 def _rope(projected: Tensor, *weights: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    q, k = torch.split(projected.transpose(1, 2), sizes, 1)
+    q, k = (x.transpose(1, 2) for x in torch.split(projected, sizes, 2))
     q_weight, k_weight = weights or (None, None)
     return rope(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, eps=fused.EPS)
 
@@ -151,10 +151,13 @@ def _backward(
 
     def of(function: Function) -> Callable[[], Sequence[Tensor]]:
         made: list[Tensor] = []
+        of_made: list[Tensor] = []  # in their memory order, as attention would give them
 
         def gradients() -> Sequence[Tensor]:
-            made[:] = made or as_tuple(function(*leaves))
-            return torch.autograd.grad(made, leaves, grads, retain_graph=True)
+            if not made:
+                made[:] = as_tuple(function(*leaves))
+                of_made[:] = (torch.empty_like(x).copy_(grad) for x, grad in zip(made, grads, strict=True))
+            return torch.autograd.grad(made, leaves, of_made, retain_graph=True)
 
         return gradients
 
