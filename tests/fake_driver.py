@@ -37,6 +37,9 @@ class Config(ctypes.Structure):
 #: `cuLaunchKernelEx`: configuration, function, arguments, extra.
 LAUNCH_EX = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), *(ctypes.c_void_p,) * 3)
 
+#: `cuStreamIsCapturing`: stream, and where the answer goes.
+CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+
 #: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 OVERLAPS = 6
 
@@ -84,15 +87,18 @@ class FakeDriver:
         statuses: What the next launches answer, the first first; then 0, and the kernel runs.
         made_current: How often the context of a thread was set.
         sm: The GPU's compute capability.
+        captured: The streams that are captured.
     """
 
     def __init__(self, words: int) -> None:
         self.launches: list[Launch] = []
         self.statuses: list[int] = []
         self.made_current, self.sm, self._words = 0, 90, words
+        self.captured: set[int] = set()
         self._kernels: dict[int, CpuKernel] = {}
         self._loaded: dict[Kernel, LoadedKernel] = {}
         self.cuLaunchKernel, self.cuLaunchKernelEx = LAUNCH(self._launch), LAUNCH_EX(self._launch_ex)
+        self.cuStreamIsCapturing = CAPTURING(self._is_capturing)
 
     def on(self, kernel: Kernel, device: int) -> LoadedKernel:
         """In place of `Kernel.on`."""
@@ -110,6 +116,10 @@ class FakeDriver:
         assert extra is None
         kernel = self._kernels[function]
         return self._run(kernel, Launch.of_ex(kernel.name, config.contents, arguments, self._words))
+
+    def _is_capturing(self, stream: int | None, answer: Any) -> int:
+        answer[0] = int(stream in self.captured)
+        return 0
 
     def _run(self, kernel: CpuKernel, launch: Launch) -> int:
         self.launches.append(launch)

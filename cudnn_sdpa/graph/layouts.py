@@ -167,6 +167,17 @@ def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return any(is_true(stride == 0) and is_true(size > 1) for size, stride in zip(shape, strides, strict=True))
 
 
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements may share an address, because a stride is within what smaller strides span."""
+    span = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
 def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` with the model's memory order; the last dimension is innermost.
 

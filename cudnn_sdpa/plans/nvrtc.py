@@ -61,9 +61,10 @@ class LoadedKernel:
         self._function = function
         self._device = device
         self._launch = _driver().cuLaunchKernel
-        #: For native code: addresses of `cuLaunchKernelEx` and of the kernel, bytes of shared memory of a block, and
-        #: whether the kernel waits itself for what is ahead of it in the stream.
-        self.native = ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value or 0, function, shared, overlaps
+        #: For native code: addresses of `cuLaunchKernelEx`, of `cuStreamIsCapturing`, and of the kernel, bytes of
+        #: shared memory of a block, and whether the kernel waits itself for what is ahead of it in the stream.
+        functions = _driver().cuLaunchKernelEx, _driver().cuStreamIsCapturing
+        self.native = (*map(_address, functions), function, shared, overlaps)
 
     def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
         parameters = array("Q", (fields.buffer_info()[0],))
@@ -76,6 +77,10 @@ class LoadedKernel:
             status = self._launch(*call)
         if status:
             raise ExecutionError(f"CUDA could not launch {self.name}: {_error_name(status)}")
+
+
+def _address(function: object) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -149,12 +154,9 @@ class Kernel:
 
     def overlaps(self, sm: int) -> bool:
         """Whether its launch need not wait for what is ahead in the stream: it begins with `wait_for_previous()`."""
-        return sm >= _FIRST_TO_OVERLAP and self._waits
-
-    @functools.cached_property
-    def _waits(self) -> bool:
-        begins = rf"__global__[^{{;]*\b{self.name}\([^{{;]*{{\s*wait_for_previous\(\);"
-        return re.search(begins, self.path.read_text()) is not None
+        source = re.sub(r"//[^\n]*|/\*.*?\*/", " ", self.path.read_text(), flags=re.DOTALL)
+        first = re.findall(rf"__global__[^{{;]*\b{self.name}\s*\([^{{;]*{{\s*([^;]*;)?", source)
+        return sm >= _FIRST_TO_OVERLAP and set(first) == {"wait_for_previous();"}
 
     def _may_include(self, source: bytes) -> bool:
         return bool(self.defines) or b"#include" in source

@@ -124,6 +124,26 @@ def test_a_threads_memory_is_of_no_pool_of_its_caller(name):
     assert not any(are_kept)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "lengths"])
+def test_a_threads_memory_is_not_filled_late(name, monkeypatch):
+    """As deterministic PyTorch fills new tensors: by a kernel, which would come late where the GPU is busy."""
+    q, k, v = problem()
+    lengths = torch.full((len(q),), 50, dtype=torch.int32, device=q.device)
+    options = {"seq_lens_kv": lengths} if name == "lengths" else {}
+
+    def work(_):
+        torch.cuda._sleep(100_000_000)
+        return torch.equal(cudnn_sdpa.sdpa(q, k, v, **options), expected)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = cudnn_sdpa.sdpa(q, k, v, **options)
+        monkeypatch.setattr(handles, "_free", {})
+        assert in_threads(work, 4) == [True] * 4
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_current_stream_is_used():
     """Work on a side stream is ordered with that stream, not with the default stream."""
     q, k, v = problem()

@@ -349,10 +349,12 @@ class _Kernel(NamedTuple):
 
     Attributes:
         launch_ex: Address of `cuLaunchKernelEx`; 0 if `launch` launches the kernel.
+        is_capturing: Address of `cuStreamIsCapturing`.
         launch: Launches it, given its argument and a stream.
     """
 
     launch_ex: int
+    is_capturing: int
     function: int
     shared: int
     overlaps: bool
@@ -365,8 +367,17 @@ def _kernel(kernel: LoadedKernel, blocks: int, threads: int) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
         kernel.launch(blocks, threads, array("Q", fields), stream)
 
-    launch_ex, function, shared, overlaps = getattr(kernel, "native", (0, 0, 0, False))
-    return _Kernel(launch_ex, function, shared, overlaps, blocks=blocks, threads=threads, launch=launch)
+    launch_ex, is_capturing, function, shared, overlaps = getattr(kernel, "native", (0, 0, 0, 0, False))
+    return _Kernel(
+        launch_ex=launch_ex,
+        is_capturing=is_capturing,
+        function=function,
+        shared=shared,
+        overlaps=overlaps,
+        blocks=blocks,
+        threads=threads,
+        launch=launch,
+    )
 
 
 class _Prologue(NamedTuple):

@@ -33,6 +33,7 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
 Kernel kernel_of(const py::handle& given) {
   return {
       .launch_ex = reinterpret_cast<decltype(Kernel::launch_ex)>(py::cast<uint64_t>(given.attr("launch_ex"))),
+      .is_capturing = reinterpret_cast<decltype(Kernel::is_capturing)>(py::cast<uint64_t>(given.attr("is_capturing"))),
       .function = reinterpret_cast<void*>(py::cast<uint64_t>(given.attr("function"))),
       .blocks = py::cast<unsigned>(given.attr("blocks")),
       .threads = py::cast<unsigned>(given.attr("threads")),

@@ -160,6 +160,7 @@ struct Current {
 // One of the library's own kernels; its argument is a list of words.
 struct Kernel {
   decltype(driver::Functions::cuLaunchKernelEx) launch_ex;  // null where `python` launches it
+  driver::Result (*is_capturing)(void*, int*);
   void* function;
   unsigned blocks, threads, shared;  // the last one in bytes
   bool overlaps;      // it waits itself for what is ahead in the stream: its launch need not, which takes the host less
@@ -169,7 +170,10 @@ struct Kernel {
     if (launch_ex != nullptr) {
       driver::Attribute early{driver::kProgrammaticStreamSerialization, {1}};
       auto* const stream = reinterpret_cast<void*>(current.raw);
-      const driver::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared, stream, &early, overlaps};
+      // Not in CUDA graphs, whose other readers may not expect the edges that it makes. The default stream has none.
+      int captured = 0;
+      const bool is_early = overlaps && (current.is_default() || !(is_capturing(stream, &captured) || captured));
+      const driver::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared, stream, &early, is_early};
       void* argument[] = {fields};
       if (!launch_ex(&config, function, argument, nullptr)) return;
     }

@@ -25,7 +25,7 @@ from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.rotary.rope import completed, operands_of, rope
 from cudnn_sdpa.fused.rotary.rope_graphs import as_heads, rope_rows
 from cudnn_sdpa.fused.rotary.rope_kernels import own_rope
-from cudnn_sdpa.graph.layouts import TensorLayout, is_expanded
+from cudnn_sdpa.graph.layouts import TensorLayout, overlaps_itself
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import CallTable
@@ -152,7 +152,7 @@ def _first(operands: tuple[Value, ...], tensors: list[Tensor], options: Options)
     if not is_compiling() and is_plain_memory(*tensors):
         _check_apart(values)
     for name, x in written.items():
-        if is_expanded(x.shape, x.stride()):
+        if not is_compiling() and overlaps_itself(x.shape, x.stride()):  # else PyTorch's copy refuses it
             raise LayoutError(name, f"strides {x.stride()} that overlap", "a separate address for each element")
     is_for_kernel = (
         not is_compiling()

@@ -66,15 +66,15 @@ def counts(name, *, trains=False):
 
 #: Files and moves of a cold call, and of a warm one in Python. A change that adds to them needs a reason.
 BOUNDS = {
-    "sdpa": ((18, 78), (6, 5)),
-    "sdpa, sinks": ((18, 69), (6, 5)),
-    "sdpa_varlen": ((20, 96), (8, 7)),
-    "sdpa_paged": ((22, 145), (7, 6)),
-    "rms_norm": ((26, 130), (5, 6)),  # own kernels, whose threads and argument are found in files of theirs
+    "sdpa": ((19, 82), (8, 7)),  # of them two for the number of a use, which C++ counts without Python
+    "sdpa, sinks": ((19, 73), (8, 7)),
+    "sdpa_varlen": ((20, 100), (10, 9)),
+    "sdpa_paged": ((22, 149), (9, 8)),
+    "rms_norm": ((26, 130), (7, 8)),  # own kernels, whose threads and argument are found in files of theirs
 }
 
 #: The same of calls with their gradients.
-BOUNDS_WITH_GRADIENTS = {"sdpa": ((20, 144), (8, 25)), "rms_norm": ((26, 290), (7, 26))}
+BOUNDS_WITH_GRADIENTS = {"sdpa": ((21, 155), (10, 31)), "rms_norm": ((26, 290), (9, 30))}
 
 
 def assert_within(bounds, found):
@@ -97,4 +97,4 @@ def test_an_empty_plan_store_adds_few_files(tmp_path):
     with cudnn_sdpa.use_plan_store(tmp_path):
         cold, _ = counts("sdpa")
     assert cold[0] <= BOUNDS["sdpa"][0][0] + 2
-    assert cold[1] <= 95
+    assert cold[1] <= 99

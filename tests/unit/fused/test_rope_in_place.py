@@ -203,3 +203,10 @@ def test_wrong_arguments_are_named(name, where):
         rope_(**given)
         with pytest.raises(error, match=named):
             rope_(**{**given, **changed})
+
+
+@pytest.mark.parametrize("strides", [(32, 4, 1), (0, 8, 1), (32, 8, 0), (8, 16, 1)])
+def test_heads_whose_own_elements_overlap_are_refused(strides):
+    q, angles = torch.zeros(2048).as_strided((3, 4, 8), strides), torch.ones(3, 4)
+    with pytest.raises(LayoutError, match=r"q: got strides .* that overlap"):
+        rope_(q, None, angles, angles)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cudnn_sdpa.plans.nvrtc import HEADERS, Struct
+from cudnn_sdpa.plans.nvrtc import HEADERS, Kernel, Struct
 
 SOURCE = """
 struct Part {
@@ -63,6 +63,29 @@ def test_a_line_that_is_no_field_is_refused(tmp_path):
     path.write_text(SOURCE.replace("number count;", "number count, more;"))
     with pytest.raises(ValueError, match="no field"):
         Struct(path, "Whole").filled(count=1)
+
+
+@pytest.mark.parametrize(
+    ("body", "overlaps"),
+    [
+        ("f(const int* x) { wait_for_previous(); }", True),
+        ("__launch_bounds__(64)\nf(const int* x)\n{\n  /* first */ wait_for_previous();\n}", True),
+        ("f(const int* x) { int y = *x; wait_for_previous(); }", False),
+        ("f(const int* x) { }", False),
+        ("g(const int* x) { wait_for_previous(); } __global__ void f(const int* x) { int y = *x; }", False),
+        ("f(const int* x) { wait_for_previous(); }\n#else\n__global__ void f(const int* x) { int y = *x; }", False),
+        ("f(const int* x) { // wait_for_previous();\n int y = *x; }", False),
+        ("/* f(const int* x) { wait_for_previous(); } __global__ void */ f(const int* x) { int y = *x; }", False),
+    ],
+)
+def test_a_kernel_is_launched_early_if_it_waits_before_all_else(tmp_path, body, overlaps):
+    path = tmp_path / "kernel.cu"
+    path.write_text(f'extern "C" __global__ void {body}\n')
+    kernel = Kernel(path, "f")
+    assert kernel.overlaps(90) is overlaps
+    assert not kernel.overlaps(89)
+    path.write_text('extern "C" __global__ void f(const int* x) { int y = *x; }')
+    assert not kernel.overlaps(90)
 
 
 def test_every_kernel_waits_first_for_what_is_ahead():

@@ -295,7 +295,7 @@ class Driver:
     def cuGetErrorName(self, status, name):  # noqa: N802
         return 0
 
-    cuLaunchKernel = cuLaunchKernelEx = None  # noqa: N815
+    cuLaunchKernel = cuLaunchKernelEx = cuStreamIsCapturing = None  # noqa: N815
 
 
 class Identity(NamedTuple):

@@ -382,7 +382,9 @@ static unsigned __reduce_max_sync(unsigned, unsigned x) {
 @pytest.fixture(scope="module")
 def update_kernel():
     header = BLOCK.read_text() + FOR_FP8
-    library = fake_gpu._library(quantize.SOURCE, header, ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w"])
+    library = fake_gpu._library(
+        quantize.SOURCE, header, ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", f"-I{fake_gpu.nvrtc.HEADERS}"]
+    )
 
     def run(amax, history, scale, limits, *, most_recent):
         fields = [*(x.data_ptr() for x in (amax, history, scale, limits)), history.shape[1], most_recent]

@@ -88,6 +88,17 @@ def test_launches_overlap_what_is_ahead_where_kernels_wait_for_it(sm, way, sums,
     assert [launch.overlaps for launch in driver.launches] == [way == "native" and sm >= 90, False]
 
 
+@pytest.mark.parametrize("captured", [11, 12])
+def test_launches_into_a_cuda_graph_wait(captured, way, sums, driver, device):
+    """Other readers of the graph may not expect the edges that others make."""
+    sums.warm_up(torch.randn(3, 4))
+    driver.captured.add(captured)
+    driver.launches.clear()
+    with device.stream(11):
+        sums.assert_right(sums(x := torch.randn(3, 4)), x)
+    assert [launch.overlaps for launch in driver.launches] == [way == "native" and captured != 11, False]
+
+
 def test_one_plan_serves_all_sizes(sums, driver):
     for rows, columns, apart in [(1, 1, 1), (130, 3, 3), (19, 40, 77), (1, 1, 5)]:
         x = torch.randn(rows, apart)[:, :columns]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract.operations import OPERATIONS, Example
-from fake_driver import LAUNCH_EX, Launch
+from fake_driver import CAPTURING, LAUNCH_EX, Launch
 from fake_gpu import CpuKernel, everywhere, poisoned
 from native_way import native_way
 from real_plans import Device, real_plans
@@ -137,9 +137,9 @@ def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, mon
 
     def native(kernel):
         kernels[id(kernel)] = kernel
-        return ctypes.cast(driver, ctypes.c_void_p).value, id(kernel), 0, True
+        return *(ctypes.cast(x, ctypes.c_void_p).value for x in (driver, is_capturing)), id(kernel), 0, True
 
-    driver = LAUNCH_EX(by_driver)
+    driver, is_capturing = LAUNCH_EX(by_driver), CAPTURING(lambda *_: 0)
     monkeypatch.setattr(CpuKernel, "launch", by_python)
     monkeypatch.setattr(CpuKernel, "native", property(native), raising=False)
     with real_plans(call.compute) as device, device.stream(11):
