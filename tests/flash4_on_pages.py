@@ -79,7 +79,7 @@ class Library:
             return -1
         return 0
 
-    def attend(self, q, k, v, out, lse, scale, ends, _ends_kv, _lengths_q, lengths, table, left, right, sink, *more):  # noqa: ANN001 - as the function's
+    def attend(self, q, k, v, out, lse, scale, ends, _ends_kv, _lengths_q, lengths, table, left, right, sink, *more):
         """All arguments by position, as in the function's C interface."""
         assert lse is _ends_kv is _lengths_q is None
         kind, (_, (_, scalars), *_), size = self.kind, more, k.shape[1]

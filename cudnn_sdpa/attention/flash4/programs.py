@@ -129,16 +129,10 @@ def _forward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPro
     q, k, v, out = (_rows(name, layouts[name]) for name in ("q", "k", "v", "out"))
     lse = _lse(layouts["lse"]) if "lse" in layouts else None
     sink = TensorArgument("sink", layouts["sink"].shape[1:2], (1,), torch.float32) if "sink" in layouts else None
-    begins, lengths, table = _begins(layouts), None, None
-    if PAGE_TABLE in layouts:
-        lengths, table = (
-            TensorArgument(x, layouts[x].shape, layouts[x].stride, torch.int32) for x in (LENGTHS, PAGE_TABLE)
-        )
-    sequences = (*begins, None, lengths, table)
+    sequences = (*_ints(layouts, BEGINS_Q, BEGINS_KV), None, *_ints(layouts, LENGTHS, PAGE_TABLE))
     arguments = (q, k, v, out, lse, SCALE, *sequences, *_bounds(window), sink, None, _more(layouts), None, None)
-    return FunctionProgram(
-        ENGINE, [FunctionCall("forward", _of_any_size(arguments) if SIZES in layouts else arguments)]
-    )
+    call = FunctionCall("forward", _of_any_size(arguments) if SIZES in layouts else arguments)
+    return FunctionProgram(ENGINE, [call])
 
 
 def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionProgram:
@@ -146,7 +140,7 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
     q, k, v, out, grad_out, grad_q, grad_k, grad_v = (_rows(name, layouts[name]) for name in names)
     (*_, dim), (*_, dim_v) = layouts["q"].shape, layouts["v"].shape
     heads, heads_kv = layouts["q"].shape[1], layouts["k"].shape[1]
-    begins, tiles = _begins(layouts), BackwardTiles.of(dim, window)
+    begins, tiles = _ints(layouts, BEGINS_Q, BEGINS_KV), BackwardTiles.of(dim, window)
     rows, keys = _padded(layouts["q"], begins, tiles.queries), _padded(layouts["k"], begins, tiles.keys)
     batch = () if BEGINS_Q in layouts else layouts["q"].shape[:1]
     shapes = {
@@ -240,15 +234,14 @@ def _lse(layout: TensorLayout) -> TensorArgument:
     return TensorArgument("lse", shape, contiguous_stride(shape), torch.float32)
 
 
-def _begins(layouts: Mapping[str, TensorLayout]) -> tuple[TensorArgument | None, TensorArgument | None]:
-    first, second = (
-        TensorArgument(name, layouts[name].shape, (1,), torch.int32) if name in layouts else None
-        for name in (BEGINS_Q, BEGINS_KV)
-    )
-    return first, second
+def _ints(layouts: Mapping[str, TensorLayout], *names: str) -> list[TensorArgument | None]:
+    """Operands of integers, as far as a call has them."""
+    return [
+        TensorArgument(x, layouts[x].shape, layouts[x].stride, torch.int32) if x in layouts else None for x in names
+    ]
 
 
-def _padded(layout: TensorLayout, begins: tuple[TensorArgument | None, ...], tile: int) -> int:
+def _padded(layout: TensorLayout, begins: Sequence[TensorArgument | None], tile: int) -> int:
     """The rows of a sum in the workspace: in whole tiles, those of each packed sequence behind a tile's gap."""
     if begins[0] is None:
         return _rounded(layout.shape[2], tile)
