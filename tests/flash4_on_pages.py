@@ -1,7 +1,7 @@
 """FlashAttention-4's function for queries on pages as a formula, called by its C interface as the real one is.
 
-It reads the arguments of a launch from memory, and is as careless as the kernel: it trusts all tables, and multiplies the
-values of whole tiles, so that a NaN of a key without weight is a NaN of the result. Behind the last key tiles are 0.
+It reads a launch's arguments from memory, and is as careless as the kernel: it trusts all tables, and multiplies values
+of whole tiles, so that a NaN of a key without weight is a NaN of the result. Behind the last key tiles are 0.
 """
 
 from __future__ import annotations

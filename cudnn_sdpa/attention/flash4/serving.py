@@ -1,4 +1,4 @@
-"""Calls of dense and packed attention that FlashAttention-4 serves, where `providers` names it: reasons, and keys.
+"""Calls of attention, dense, packed or on pages, that FlashAttention-4 serves by `providers`: reasons, and keys.
 
 FlashAttention-4 takes a mask as a window that ends at the last query and the last key. Options that it lacks, or takes
 in another way, are refused here.

@@ -1,4 +1,4 @@
-"""`sdpa_paged_varlen` by FlashAttention-4 on the fake GPU: what its function gets, its results, and what is declined."""
+"""`sdpa_paged_varlen` by FlashAttention-4 on the fake GPU: what its function gets, results, and what is declined."""
 
 from __future__ import annotations
 
