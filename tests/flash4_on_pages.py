@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,8 +127,8 @@ def plan_of(key: PlanKey, compute: Any) -> Any:
 
 
 @contextlib.contextmanager
-def gpu_with_flash4() -> Iterator[None]:
+def gpu_with_flash4(are_ready: Callable[[Kind], bool] = lambda _: True) -> Iterator[None]:
     """The fake GPU, on which FlashAttention-4's kinds are compiled; the caller has its stand-in installed."""
     with pytest.MonkeyPatch.context() as patch, fake_gpu.gpu_on_the_cpu(plan_of=plan_of):
-        patch.setattr(functions, "are_ready", lambda _: True)
+        patch.setattr(functions, "are_ready", are_ready)
         yield

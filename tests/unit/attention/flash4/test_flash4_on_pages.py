@@ -193,9 +193,8 @@ def test_pages_whose_slots_cannot_be_numbered_are_declined_under_a_window():
 @pytest.mark.parametrize("way", ["python", "native"])
 def test_known_calls_find_their_provider_again(way, monkeypatch):
     """When the setting changes, and when a kind has been compiled, until when the own kernel serves."""
-    with native_way(on=way == "native"), gpu_with_flash4():
-        given, ready, asked = drawn(), [], []
-        monkeypatch.setattr(functions, "are_ready", lambda _: bool(ready))
+    given, ready, asked = drawn(), [], []
+    with native_way(on=way == "native"), gpu_with_flash4(lambda _: bool(ready)):
         monkeypatch.setattr(functions, "compile_in_background", asked.append)
 
         def served():
