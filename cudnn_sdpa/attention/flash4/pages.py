@@ -88,7 +88,7 @@ def _as_read(pages: Tensor, table: Table) -> TensorLayout:
     """Pages (pages, heads, page size, D), of as many tokens as an entry has."""
     if table.keys == pages.shape[2]:
         return TensorLayout.of(pages)
-    (count, heads, _, dim), (_, head, slot, one) = pages.shape, pages.stride()
+    (count, heads, _, dim), (_, head, slot, one) = pages.shape, TensorLayout.of(pages).stride
     return TensorLayout((count * table.entries, heads, 1, dim), (slot, head, slot, one), pages.dtype)
 
 

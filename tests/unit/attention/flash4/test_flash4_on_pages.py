@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import flash4_stand_in as stand_in
 import pytest
 import torch
@@ -9,7 +11,7 @@ from flash4_on_pages import gpu_with_flash4
 from native_way import native_way
 from paged_batches import PLACES, batch_on_pages
 
-from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa_paged_varlen
+from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, record_plans, sdpa_paged_varlen
 from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.attention.flash4.plans import functions
 from cudnn_sdpa.attention.flash4.preferences import PagesPreference
@@ -95,9 +97,9 @@ def test_pages_in_every_place(layout, place, window):
 @pytest.mark.parametrize("window", [None, (2, 0)])
 def test_single_heads_pages_and_tokens(sizes, window):
     """Strides of dimensions of size 1 are multiples of 16 bytes, too."""
-    for layout in ("HND", "NHD"):
+    for layout, page in itertools.product(("HND", "NHD"), (1, 16)):
         for new, lengths in (((1,), (5,)), ((3, 1), (3, 9))):
-            check(new=new, lengths=lengths, page=16, layout=layout, before=0, behind=0, window_size=window, **sizes)
+            check(new=new, lengths=lengths, page=page, layout=layout, before=0, behind=0, window_size=window, **sizes)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -249,3 +251,17 @@ def test_nothing_changes_by_default():
     assert explain(sdpa_paged_varlen, **drawn()).choice == ""
     with providers("frontend"):
         assert explain(sdpa_paged_varlen, **drawn()).provider == "own"
+
+
+def test_plans_are_recorded_for_another_machine(tmp_path):
+    """A manifest has their keys, of which each is the kind's alone."""
+    manifests = []
+    for new in ((3, 1), (50, 7, 9)):
+        with providers("fa4"), record_plans(target="h100") as manifest:
+            sdpa_paged_varlen(
+                **{n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in drawn(new, new).items()}
+            )
+        manifest.save(tmp_path / f"{len(new)}.json")
+        manifests.append((tmp_path / f"{len(new)}.json").read_text())
+    assert manifests[0] == manifests[1]
+    assert "flash4_forward" in manifests[0]
