@@ -1,4 +1,4 @@
-"""`benchmarks decode`: decodes, drafts and chunks of prompts on a paged KV cache, beside FlashAttention-3."""
+"""`benchmarks decode`: decodes, drafts and chunks of prompts on a paged KV cache, beside FlashAttention-3 and -4."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from benchmarks.providers import served_by
 from benchmarks.tools import cases, flash_attention, peers
-from benchmarks.tools.candidates import NOTHING, Timed
+from benchmarks.tools.candidates import NOTHING, Timed, ratio
 from benchmarks.tools.flash_attention import V3
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.flash4.installed import installed
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.append import append_paged_kv
 from cudnn_sdpa.attention.paged.arguments import NHD
@@ -29,11 +31,12 @@ from cudnn_sdpa.attention.paged_varlen import reference
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.providers import providers
+from cudnn_sdpa.plans.providers import FLASH4, providers
 
 VARLEN, PAGED, COPY = "sdpa_paged_varlen", "sdpa_paged", "a copy"
 DENSE, CONTIGUOUS = "sdpa, contiguous", "pytorch flash, contiguous"
 ON_CUDNN = f"{PAGED} on cuDNN"
+BY_FLASH4 = f"{VARLEN} by FlashAttention-4"
 V3_PACKED = f"{V3}, cu_seqlens_q"
 FP8 = torch.float8_e4m3fn
 
@@ -186,6 +189,9 @@ def candidates(step: Step) -> Timed:
     add(VARLEN, lambda: scaled(given.q, *on_pages, given.ends, longest))
     if step.pages == FP8:  # under queries in bfloat16, which no other candidate takes
         return timed
+    if not installed().missing:
+        plain = partial(sdpa_paged_varlen, page_layout=NHD)
+        add(BY_FLASH4, lambda: served_by(FLASH4, lambda: (plain(given.q, *on_pages, given.ends, longest),))[0])
     of_v3 = {"page_table": given.table, "cache_seqlens": given.lengths, "causal": True}
     if flash_attention.is_installed(V3):
         function = partial(flash_attention.first, flash_attention.module(V3).flash_attn_with_kvcache)
@@ -218,6 +224,7 @@ def steps() -> list[Row]:
     """Device time of steps, with no data in the GPU's cache; `sdpa_paged` takes cuDNN's kernels."""
     rows: list[Row] = []
     theirs = (V3, V3_PACKED) if flash_attention.is_installed(V3) else ()
+    by_flash4 = () if installed().missing else (BY_FLASH4,)
     copy_large = cases.large_copy()
     for step in track(STEPS, "steps", transient=True):
         torch.cuda.empty_cache()
@@ -228,8 +235,9 @@ def steps() -> list[Row]:
         row: Row = {"sequences × new tokens on keys": step.label}
         if PAGED in times:
             times[ON_CUDNN] = times[PAGED]
-        names = VARLEN, *theirs, ON_CUDNN, DENSE, CONTIGUOUS
+        names = VARLEN, *by_flash4, *theirs, ON_CUDNN, DENSE, CONTIGUOUS
         row |= {f"{name} µs": times.get(name, NOTHING) for name in names}
+        row |= {f"fa4 / {VARLEN}": ratio(times, name, VARLEN) for name in by_flash4}
         if VARLEN in times:
             best = min((times[name] for name in theirs if name in times), default=None)
             if theirs:

@@ -1,8 +1,9 @@
 """Writes the table of measured preferences out of the JSON of the benchmarks.
 
-Rows for `sdpa_paged` have ranges, which people choose, and the times of a step of `benchmarks decode`. Those for `sdpa`
-are the calls of `benchmarks providers`. Those of norms and gates have the times of a call of `benchmarks fused`, and
-those of convolutions the times of one of `benchmarks conv`; people choose what they are for.
+Rows for `sdpa_paged` have ranges, which people choose, and the times of a step of `benchmarks decode`. Those for
+`sdpa_paged_varlen` are the steps that FlashAttention-4 served there. Those for `sdpa` are the calls of `benchmarks
+providers`. Those of norms and gates have the times of a call of `benchmarks fused`, and those of convolutions the times
+of one of `benchmarks conv`; people choose what they are for.
 
 python scripts/preferences.py            # write it
 python scripts/preferences.py --check    # exit with 1 if the table is another
@@ -18,6 +19,7 @@ import pages
 from bench_tables import measured
 from pages import ROOT
 
+from benchmarks import decode as benchmark
 from benchmarks import providers
 from benchmarks.peers import Configuration
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, FULL, WINDOW
@@ -26,7 +28,7 @@ from cudnn_sdpa.plans.providers import CUDNN, FLASH4
 
 TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
-DECODE, PROVIDERS = "decode-h100", "providers-h100"
+DECODE, CHUNKS, PROVIDERS = "decode-h100", "decode-h100", "providers-h100"
 #: Files of the other functions, and the parts of these.
 FUSED = {
     "norms": ("fused-norms-h200", "norms"),
@@ -37,6 +39,7 @@ FUSED = {
 SM = 90  # of the GPUs of all
 
 LABEL, OWN_US, CUDNN_US = "sequences × new tokens on keys", "sdpa_paged_varlen µs", "sdpa_paged on cuDNN µs"
+FLASH4_US = f"{benchmark.BY_FLASH4} µs"
 
 #: Parts of `benchmarks providers` that measure one pass, and their calls.
 PARTS = {
@@ -51,10 +54,11 @@ Row = dict[str, Any]
 
 def render(text: str) -> str:
     """The table, whose ranges are those of `text`."""
-    decode, of_providers = measured(DECODE), measured(PROVIDERS)
+    decode, chunks, of_providers = measured(DECODE), measured(CHUNKS), measured(PROVIDERS)
     paged = rows_for_pages(json.loads(text)["sdpa_paged"]["rows"], decode)
     sections = [
         _section("sdpa_paged", DECODE, decode, paged),
+        _section("sdpa_paged_varlen", CHUNKS, chunks, rows_for_chunks(chunks)),
         _section("sdpa", PROVIDERS, of_providers, rows(of_providers)),
         *(
             _section(function, name, data, rows_of_fused(json.loads(text)[function]["rows"], data[part]))
@@ -77,6 +81,23 @@ def rows_for_pages(ranges: list[Row], data: Row) -> list[Row]:
     steps = {row[LABEL]: row for row in data["steps"]}
     times = {"own_us": OWN_US, "cudnn_us": CUDNN_US}
     return [row | {name: round(steps[row["of"]][column], 1) for name, column in times.items()} for row in ranges]
+
+
+def rows_for_chunks(data: Row) -> list[Row]:
+    steps = {step.label: step for step in benchmark.STEPS if step.is_uniform}
+    return [
+        {
+            "sm": SM,
+            "dims": list(steps[row[LABEL]].dims),
+            "is_grouped": steps[row[LABEL]].heads[0] > steps[row[LABEL]].heads[1],
+            "new_tokens": steps[row[LABEL]].new[0],
+            "fa4_us": round(row[FLASH4_US], 1),
+            "own_us": round(row[OWN_US], 1),
+            "of": row[LABEL],
+        }
+        for row in data["steps"]
+        if row[LABEL] in steps and isinstance(row.get(FLASH4_US), float)
+    ]
 
 
 def rows_of_fused(choices: list[Row], measured_rows: list[Row]) -> list[Row]:

@@ -3391,7 +3391,7 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
 
 
 #: Operations for which there are kernels of several providers.
-BY_PROVIDERS = ("sdpa", "scaled_dot_product_attention", "sdpa_paged")
+BY_PROVIDERS = ("sdpa", "scaled_dot_product_attention", "sdpa_paged", "sdpa_paged_varlen")
 
 
 def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:

@@ -7,6 +7,10 @@
 
 typedef long long number;
 
+__device__ number within(number value, number least, number most) {
+  return value < least ? least : value > most ? most : value;
+}
+
 __device__ number quotient(number a, number b) {
   return (a | b) >> 32 ? a / b : (number)((unsigned)a / (unsigned)b);
 }

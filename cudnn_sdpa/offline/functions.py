@@ -157,10 +157,11 @@ class CompiledFunctions(Generic[KindT]):
         *,
         of_cudnn: Callable[[Target, int | None], PlanKey],
         has_plan: Callable[[PlanKey], bool],
+        others: tuple[str, ...] = (CUDNN, DEFAULT, FASTEST),
     ) -> PlanKey:
-        """This key, or that of cuDNN's plan: see `dense.specs.ready`."""
+        """This key, or that of cuDNN's plan, if one of `others` is in force: see `dense.specs.ready`."""
         kind = self.kind_of(key)
-        has_other, is_ready = bool({CUDNN, DEFAULT, FASTEST} & set(providers.active())), self.are_ready(kind)
+        has_other, is_ready = not set(others).isdisjoint(providers.active()), self.are_ready(kind)
         is_captured = torch.cuda.is_current_stream_capturing()
         if not has_other or plan_cache.peek(key) is not None or (is_ready and not is_captured):
             return key

@@ -34,6 +34,9 @@ _OBJECT_WORDS, _SEQUENCE_WORDS = 3, 4
 _CUDA = 2
 _KINDS = {torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32)}
 
+#: The operand of plans for any sizes: a host array that has the shapes and strides of tensors, which each launch reads.
+SIZES = "sizes"
+
 
 @dataclass(frozen=True)
 class TensorArgument:
@@ -42,6 +45,7 @@ class TensorArgument:
     Attributes:
         operand: The name of the operand in whose memory it lies; empty for the workspace.
         offset: Where it begins there, in bytes.
+        sizes: Where its shape, and behind that its strides, begin in the operand `SIZES`; None if they are these.
     """
 
     operand: str
@@ -49,6 +53,7 @@ class TensorArgument:
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int = 0
+    sizes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class Block:
 
     Attributes:
         words: All words, with zeros where a launch writes.
-        pointers: For each tensor in an operand's memory the word of its address, the operand's place, and an offset.
+        pointers: For each address in an operand's memory its word, the operand's place, and an offset.
         scratch: For each tensor in the workspace the word of its address, and an offset.
         links: For each word that is the address of another word both of them.
         numbers: For each number of the launch's its word, and the operand's place.
@@ -190,10 +195,13 @@ class Block:
         return None
 
     def _tensor(self, tensor: TensorArgument) -> int:
-        word, (kind, bits) = len(self.words), _KINDS[tensor.dtype]
-        sizes = array("q", (*tensor.shape, *tensor.stride))
-        self.sizes.append(sizes)
-        shape, rank = sizes.buffer_info()[0], len(tensor.shape)
+        word, (kind, bits), rank, shape = len(self.words), _KINDS[tensor.dtype], len(tensor.shape), 0
+        if tensor.sizes is None:
+            self.sizes.append(array("q", (*tensor.shape, *tensor.stride)))
+            shape = self.sizes[-1].buffer_info()[0]
+        else:
+            begins = enumerate((8 * tensor.sizes, 8 * (tensor.sizes + rank)), word + 3)
+            self.pointers += [(each, self._places[SIZES], offset) for each, offset in begins]
         described = kind << 32 | bits << 40 | 1 << 48
         self.words.extend([0, self._device << 32 | _CUDA, rank | described, shape, shape + 8 * rank, 0])
         if tensor.operand:

@@ -81,7 +81,7 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
 
 
 def may_be_others() -> bool:
-    """Whether a provider is in force that may serve packed calls in place of cuDNN."""
+    """Whether a provider is in force that may serve packed calls in place of cuDNN or of the own kernel for pages."""
     names = Setting.names or active()
     return FLASH4 in names or FASTEST in names
 
@@ -103,13 +103,14 @@ def providers(*names: Provider) -> ProvidersUse:
       measurements. Where an activation in a convolution's kernel did, PyTorch's follows.
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
-    - "fa4": FlashAttention-4's, for `sdpa`, the drop-in and `sdpa_varlen` on Hopper, if it is installed. A helper
-      process compiles each kind of call once; until then cuDNN serves the call if it is named, too, or the call waits.
+    - "fa4": FlashAttention-4's, for `sdpa`, the drop-in, `sdpa_varlen` and `sdpa_paged_varlen` on Hopper, if it is
+      installed. A helper process compiles each kind of call once; until then cuDNN, or for pages the own kernel, serves
+      the call if it is named, too, or the call waits.
     - "frontend": those of cuDNN's frontend, for calls of `sdpa` and the drop-in without gradients on Hopper, with head
       dims above 256. A helper process compiles each shape once, up to 64; until then cuDNN serves the call if it is
       named, too, or the call waits.
-    - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` and `sdpa_varlen` for which it took less time in
-      a table of measurements.
+    - "fastest": as "default", and FlashAttention-4 for calls of `sdpa`, `sdpa_varlen` and `sdpa_paged_varlen` for which
+      it took less time in a table of measurements.
 
     `sdpa_paged`, norms and gates have the first three. `sdpa` and the drop-in have own kernels: those of
     `kernels.attention`, which take float32 without TF32, any head dim (above 128 with memory for all scores) and any

@@ -46,7 +46,7 @@ DECLINED = {(shape, "causal") for shape in SHAPES if shape[3] > shape[2]}
 CASES = [case for case in itertools.product(SHAPES, MASKS) if case not in DECLINED]
 
 #: Operations whose random calls FlashAttention-4 may serve, and how many calls of each are made.
-RANDOM = {"sdpa": 120, "scaled_dot_product_attention": 120, "sdpa_varlen": 120}
+RANDOM = {"sdpa": 120, "scaled_dot_product_attention": 120, "sdpa_varlen": 120, "sdpa_paged_varlen": 400}
 
 #: Shapes with sinks and with a soft cap.
 WITH_SINKS: Shape = (8, 2, 300, 300, 64, 64)
@@ -75,6 +75,30 @@ PACKED: dict[str, dict[str, Any]] = {
         "causal_alignment": "top_left",
     },
     "float16": {"dtype": torch.float16, "is_causal": False},
+}
+
+
+#: New tokens and keys of sequences on pages: some have none of either, or fewer keys than new tokens.
+CHUNKS = (1, 300, 4, 0, 130, 150, 3, 70), (900, 700, 64, 9, 129, 151, 0, 2000)
+
+#: Settings of `paged_varlen_checks.drawn`, by name.
+PAGES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"is_causal": False},
+    "window": {"is_causal": False, "window_size": (33, 5)},
+    "no bound to the left": {"is_causal": False, "window_size": (-1, 9)},
+    "no bound to the right": {"is_causal": False, "window_size": (40, -1)},
+    "causal window": {"window_size": (70, 0)},
+    "64": {"dims": (64, 64), "heads_kv": 1},
+    "64, sinks": {"dims": (64, 64), "heads_kv": 1, "sinks": True},
+    "64, sinks, causal window": {"dims": (64, 64), "heads_kv": 1, "sinks": True, "window_size": (128, 0)},
+    "256": {"dims": (256, 256)},
+    "256, soft cap, causal window": {"dims": (256, 256), "softcap": 20.0, "window_size": (200, 0)},
+    "latent": {"dims": (192, 128), "heads": 4, "heads_kv": 4},
+    "latent, causal window": {"dims": (192, 128), "heads": 4, "heads_kv": 4, "window_size": (70, 0)},
+    "soft cap": {"softcap": 20.0, "scale": 0.9},
+    "three query heads of a key head": {"heads": 6},
+    "float16": {"dtype": torch.float16},
 }
 
 
@@ -135,6 +159,18 @@ def packed_calls_to_describe() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]
         yield given, {**more, "sinks": sinks, "return_lse": return_lse}
 
 
+def calls_on_pages() -> Iterator[dict[str, Any]]:
+    """Arguments without data of the calls on pages of the tests and of `benchmarks decode`."""
+    from paged_varlen_checks import drawn
+
+    from benchmarks import decode
+
+    steps = [step for step in decode.STEPS if not step.is_latent and step.pages == torch.bfloat16]
+    of_steps = [{"heads": step.heads[0], "heads_kv": step.heads[1], "dims": step.dims} for step in steps]
+    for settings in (*PAGES.values(), *of_steps):
+        yield drawn(((3,), (5,)), device="cpu", **settings)
+
+
 _PACKED_OPTIONS = ("is_causal", "causal_alignment", "window_size", "scale", "softcap")
 
 
@@ -154,7 +190,7 @@ def kinds() -> list[tuple[Any, ...]]:
         key = make_key(*given)
         kind = functions.kind_of(key)
         found[tuple(kind)] = None
-        if not kind.is_backward:  # random calls run with gradients and without
+        if not (kind.is_backward or kind.is_on_pages):  # random calls run with gradients and without
             found[tuple(kind._replace(has_lse=not kind.has_lse))] = None
         return key
 
@@ -168,6 +204,8 @@ def kinds() -> list[tuple[Any, ...]]:
                 cudnn_sdpa.explain(cudnn_sdpa.sdpa, *made, return_lse=return_lse, **options)
         for given, options in packed_calls_to_describe():
             cudnn_sdpa.explain(cudnn_sdpa.sdpa_varlen, *given, **options)
+        for made in calls_on_pages():
+            cudnn_sdpa.explain(cudnn_sdpa.sdpa_paged_varlen, **made)
         for name, count in RANDOM.items():
             for seed in range(count):
                 described = generators.OPERATIONS[name].explained(generators.draw(name, seed, "cuda"))

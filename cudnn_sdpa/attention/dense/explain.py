@@ -105,7 +105,7 @@ def with_choice(described: Description, spec: Spec) -> Description:
         except UnsupportedError:
             return described
         notes = described.extra_kernels
-        if key.provider == OWN:
+        if key.provider == OWN and isinstance(spec, (ForwardSpec, BackwardSpec)):
             kept = [note for note in notes if note not in (CONVERTED_MASK, REPLACED_LSE)]
             notes = kept + providers.other(OWN).notes_on(spec)
         elif key.provider == FLASH4:

@@ -1,1 +1,1 @@
-"""FlashAttention-4's kernels as a provider of dense attention: compiled in helper processes, launched natively."""
+"""FlashAttention-4's kernels as a provider of attention: compiled in helper processes, launched natively."""

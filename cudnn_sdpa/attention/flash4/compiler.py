@@ -16,6 +16,8 @@ from cudnn_sdpa.attention.flash4.programs import (
     BEGINS_KV,
     BEGINS_Q,
     CAUSAL,
+    LENGTHS,
+    PAGE_TABLE,
     BackwardTiles,
     Kind,
     Window,
@@ -32,6 +34,10 @@ ENVIRONMENT = {
     "FLASH_ATTENTION_NUM_SMS": "132",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
 }
+
+#: The page size of the example. With pages of one tile, tensor copies would read slots behind a sequence's last key:
+#: its other way of loading reads none of them, of pages of any size, and has zeros in their place.
+_PAGE_SIZE = 48
 
 #: The numbers of the example, by operand.
 _NUMBERS = {"scale": 0.34375, "softcap": 21.25}
@@ -84,22 +90,26 @@ def window_of(kind: Kind) -> Window:
 
 
 def example(kind: Kind) -> dict[str, Tensor]:
-    """Operands of a call of this kind, by name: (B, H, S, D), or (T, H, D) of packed sequences."""
+    """Operands of a call of this kind, by name: (B, H, S, D), (T, H, D) of packed sequences, or (pages, H, S, D)."""
     tiles, dtype = BackwardTiles.of(kind.dim, window_of(kind)), getattr(torch, kind.dtype)
     batch, heads_kv = 2, 3
     heads, sq = heads_kv * kind.group, tiles.queries - 8 if kind.few_queries else 520
     skv = tiles.keys - 8 if kind.few_keys else 400
 
+    def dense(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda").transpose(1, 2)
+
     def rows(heads: int, length: int, dim: int) -> Tensor:
         if kind.is_packed:
             return torch.empty(length, heads, dim, dtype=dtype, device="cuda")
-        return torch.empty(batch, length, heads, dim, dtype=dtype, device="cuda").transpose(1, 2)
+        return dense(batch, length, heads, dim)
 
-    made = {"q": rows(heads, sq, kind.dim), "k": rows(heads_kv, skv, kind.dim), "v": rows(heads_kv, skv, kind.dim_v)}
+    made = {"q": rows(heads, sq, kind.dim)}
+    for name, dim in (("k", kind.dim), ("v", kind.dim_v)):
+        made[name] = dense(40, _PAGE_SIZE, heads_kv, dim) if kind.is_on_pages else rows(heads_kv, skv, dim)
     made["out"] = rows(heads, sq, kind.dim_v)
-    if kind.is_packed:
-        for name in (BEGINS_Q, BEGINS_KV):
-            made[name] = torch.empty(batch + 1, dtype=torch.int32, device="cuda")
+    for name, shape in _sequences(kind, batch).items():
+        made[name] = torch.empty(shape, dtype=torch.int32, device="cuda")
     if kind.has_lse:
         made["lse"] = torch.empty((heads, sq) if kind.is_packed else (batch, heads, sq, 1), device="cuda")
     if kind.is_capped:
@@ -112,6 +122,13 @@ def example(kind: Kind) -> dict[str, Tensor]:
     return made
 
 
+def _sequences(kind: Kind, batch: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what says where sequences are."""
+    if kind.is_on_pages:
+        return {BEGINS_Q: (batch + 1,), LENGTHS: (batch,), PAGE_TABLE: (batch, 9)}
+    return {BEGINS_Q: (batch + 1,), BEGINS_KV: (batch + 1,)} if kind.is_packed else {}
+
+
 def _call(interface: Any, tensors: Mapping[str, Tensor], kind: Kind, window: Window) -> None:
     """Calls FlashAttention-4 as its own functions with gradients do."""
     rows = {name: x.transpose(1, 2) if x.dim() == 4 else x for name, x in tensors.items()}
@@ -119,8 +136,8 @@ def _call(interface: Any, tensors: Mapping[str, Tensor], kind: Kind, window: Win
     left, right = (None, None) if kind.is_causal else window
     more: dict[str, Any] = {"window_size_left": left, "window_size_right": right, "causal": kind.is_causal}
     more["softmax_scale"] = _NUMBERS["scale"]
-    if kind.is_packed:
-        more |= {"cu_seqlens_q": tensors[BEGINS_Q], "cu_seqlens_k": tensors[BEGINS_KV]}
+    given_as = {BEGINS_Q: "cu_seqlens_q", BEGINS_KV: "cu_seqlens_k", LENGTHS: "seqused_k", PAGE_TABLE: "page_table"}
+    more |= {argument: tensors[name] for name, argument in given_as.items() if name in tensors}
     if kind.is_capped:
         import cutlass
 

@@ -82,18 +82,18 @@ class Flash4Op(CompiledOp):
 
 @Flash4Op
 def flash4_forward(key: PlanKey) -> FunctionProgram:
-    """The forward pass of dense attention."""
+    """The forward pass of attention: dense, packed, or packed on pages."""
     return program_of(key)
 
 
 @Flash4Op
 def flash4_backward(key: PlanKey) -> FunctionProgram:
-    """The backward pass of dense attention."""
+    """The backward pass of attention, dense or packed."""
     return program_of(key)
 
 
 def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target: Target) -> list[str]:
-    """Why FlashAttention-4 cannot serve a call with these operands, each (B, H, S, D), or (T, H, D) if packed."""
+    """Why FlashAttention-4 cannot serve a call with these operands: (B, H, S, D), (T, H, D), or (pages, H, S, D)."""
     if missing := installed().missing:
         return [missing]
     reasons = []

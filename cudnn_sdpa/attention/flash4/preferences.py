@@ -3,6 +3,9 @@
 The table has a row for each call of `benchmarks providers`. A row is
 for calls of the same pass, head dims, kind of mask and options, whose lengths (of packed sequences the mean) and number
 of tokens are within a factor of what was measured. Without a row, cuDNN serves a call.
+
+Calls on pages have rows of their own, of steps of `benchmarks decode`. A row is for causal calls of the same head dims,
+whose sequences have as many new tokens, in the mean, or more: numbers of keys are data.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
+from cudnn_sdpa.attention.paged_varlen.plans import PagedForward
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
@@ -23,7 +29,8 @@ AT_MOST = 0.98
 #: How far lengths, and numbers of tokens, may be from those of a row.
 LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
 
-Spec = ForwardSpec | BackwardSpec | PackedForward | PackedBackward
+_Dense = ForwardSpec | BackwardSpec | PackedForward | PackedBackward
+Spec = _Dense | PagedForward
 
 FULL, CAUSAL, WINDOW = "full", "causal", "window"
 
@@ -60,6 +67,30 @@ class Preference(NamedTuple):
         return self.fa4_us <= AT_MOST * self.cudnn_us
 
 
+class PagesPreference(NamedTuple):
+    """A row for calls on pages: its number of new tokens of a sequence, and times in microseconds."""
+
+    sm: int
+    dims: tuple[int, int]
+    is_grouped: bool
+    new_tokens: int
+    fa4_us: float
+    own_us: float
+    of: str
+
+    def __str__(self) -> str:
+        return f"measured {self.fa4_us:.0f} µs, the own kernel {self.own_us:.0f} µs ({self.of}; preferences.json)"
+
+    @property
+    def prefers_flash4(self) -> bool:
+        return self.fa4_us <= AT_MOST * self.own_us
+
+
+@functools.cache
+def preferences_for_pages() -> list[PagesPreference]:
+    return [PagesPreference(**row) for row in rows_of("sdpa_paged_varlen")]
+
+
 @functools.cache
 def preferences() -> dict[Configuration, list[Preference]]:
     """All rows, by configuration."""
@@ -70,8 +101,10 @@ def preferences() -> dict[Configuration, list[Preference]]:
     return found
 
 
-def preference_of(spec: Spec, target: Target) -> Preference | None:
+def preference_of(spec: Spec, target: Target) -> Preference | PagesPreference | None:
     """The row of a call: of those within range the one whose lengths are nearest; None if there is none."""
+    if isinstance(spec, PagedForward):
+        return _of_pages(spec, target)
     rows = preferences().get(_configuration_of(spec, target), [])
     if not rows:
         return None
@@ -86,7 +119,20 @@ def preference_of(spec: Spec, target: Target) -> Preference | None:
     return min(near, key=lambda row: abs(row.tokens - tokens), default=None)
 
 
-def _sizes(spec: Spec) -> tuple[float, float, int]:
+def _of_pages(spec: PagedForward, target: Target) -> PagesPreference | None:
+    """Of the rows of the most new tokens that the call has, that in which FlashAttention-4 is slowest."""
+    call = spec.call
+    softmax = call.softmax._replace(scale=None)
+    (tokens, heads, dim), heads_kv = call.q.shape, call.k.shape[1]
+    if softmax != Softmax(is_causal=True, causal_alignment=BOTTOM_RIGHT) or call.sinks is not None:
+        return None
+    of_call = target.sm, (dim, call.v.shape[3]), heads > heads_kv
+    rows = [x for x in preferences_for_pages() if x[:3] == of_call and x.new_tokens * call.batch <= tokens]
+    most = max((row.new_tokens for row in rows), default=0)
+    return max((x for x in rows if x.new_tokens == most), key=lambda x: x.fa4_us / x.own_us, default=None)
+
+
+def _sizes(spec: _Dense) -> tuple[float, float, int]:
     """Queries and keys of a sequence, of packed ones the mean; and the number of all queries."""
     if isinstance(spec, (PackedForward, PackedBackward)):
         packed = spec.packed
@@ -96,7 +142,7 @@ def _sizes(spec: Spec) -> tuple[float, float, int]:
     return dense.rows, dense.skv, dense.q.shape[0] * dense.rows
 
 
-def _configuration_of(spec: Spec, target: Target) -> Configuration:
+def _configuration_of(spec: _Dense, target: Target) -> Configuration:
     is_packed = isinstance(spec, (PackedForward, PackedBackward))
     call: AttentionSpec = spec.packed if isinstance(spec, (PackedForward, PackedBackward)) else spec.dense
     left, right, _ = call.mask.band or (None, None, False)

@@ -7,14 +7,23 @@ Functions and their arguments are those of `flash_attn/cute/interface.py` in the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
-from cudnn_sdpa.plans.function_plan import Argument, FunctionCall, FunctionProgram, NumberArgument, TensorArgument
+from cudnn_sdpa.plans.function_plan import (
+    SIZES,
+    Argument,
+    FunctionCall,
+    FunctionProgram,
+    NumberArgument,
+    TensorArgument,
+)
 from cudnn_sdpa.plans.plan import side_by_side
 
 #: Of a call's mask: the numbers of keys before and behind the diagonal that a query sees, which ends at the last query
@@ -28,6 +37,9 @@ SCALE = NumberArgument("scale")
 #: Operands of packed calls: where the sequences of queries and of keys begin, and the last one ends (B + 1,) int32.
 BEGINS_Q, BEGINS_KV = "begins_q", "begins_kv"
 
+#: Operands of packed queries on pages: the page table (B, max_pages), and numbers of keys (B,), int32.
+PAGE_TABLE, LENGTHS = "page_table", "lengths"
+
 
 class Kind(NamedTuple):
     """The calls that a compiled function serves, whatever their lengths, batch and number of heads.
@@ -37,6 +49,7 @@ class Kind(NamedTuple):
         group: Query heads of a key head.
         few_queries, few_keys: Whether a backward pass has one tile of them.
         is_packed: Whether sequences are packed.
+        is_on_pages: Whether their keys are in pages.
     """
 
     is_backward: bool
@@ -53,10 +66,11 @@ class Kind(NamedTuple):
     few_queries: bool
     few_keys: bool
     is_packed: bool
+    is_on_pages: bool = False
 
     @classmethod
     def of(cls, layouts: Mapping[str, TensorLayout], window: Window) -> Kind:
-        """The kind of a call with these operands, each (B, H, S, D), or (T, H, D) of packed sequences."""
+        """The kind of a call with these operands: (B, H, S, D), (T, H, D) of packed sequences, (pages, H, S, D)."""
         q, k, v = (layouts[name] for name in "qkv")
         is_causal, is_backward, is_packed = window == CAUSAL, "grad_q" in layouts, BEGINS_Q in layouts
         tiles, rows = BackwardTiles.of(q.shape[-1], window), 0 if is_packed else 2
@@ -75,6 +89,7 @@ class Kind(NamedTuple):
             few_queries=is_backward and q.shape[rows] <= tiles.queries,
             few_keys=is_backward and k.shape[rows] <= tiles.keys,
             is_packed=is_packed,
+            is_on_pages=PAGE_TABLE in layouts,
         )
 
 
@@ -114,9 +129,10 @@ def _forward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPro
     q, k, v, out = (_rows(name, layouts[name]) for name in ("q", "k", "v", "out"))
     lse = _lse(layouts["lse"]) if "lse" in layouts else None
     sink = TensorArgument("sink", layouts["sink"].shape[1:2], (1,), torch.float32) if "sink" in layouts else None
-    begins = (*_begins(layouts), None, None, None)
-    arguments = (q, k, v, out, lse, SCALE, *begins, *_bounds(window), sink, None, _more(layouts), None, None)
-    return FunctionProgram(ENGINE, [FunctionCall("forward", arguments)])
+    sequences = (*_ints(layouts, BEGINS_Q, BEGINS_KV), None, *_ints(layouts, LENGTHS, PAGE_TABLE))
+    arguments = (q, k, v, out, lse, SCALE, *sequences, *_bounds(window), sink, None, _more(layouts), None, None)
+    call = FunctionCall("forward", _of_any_size(arguments) if SIZES in layouts else arguments)
+    return FunctionProgram(ENGINE, [call])
 
 
 def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionProgram:
@@ -124,7 +140,7 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
     q, k, v, out, grad_out, grad_q, grad_k, grad_v = (_rows(name, layouts[name]) for name in names)
     (*_, dim), (*_, dim_v) = layouts["q"].shape, layouts["v"].shape
     heads, heads_kv = layouts["q"].shape[1], layouts["k"].shape[1]
-    begins, tiles = _begins(layouts), BackwardTiles.of(dim, window)
+    begins, tiles = _ints(layouts, BEGINS_Q, BEGINS_KV), BackwardTiles.of(dim, window)
     rows, keys = _padded(layouts["q"], begins, tiles.queries), _padded(layouts["k"], begins, tiles.keys)
     batch = () if BEGINS_Q in layouts else layouts["q"].shape[:1]
     shapes = {
@@ -157,6 +173,42 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
     return FunctionProgram(ENGINE, calls, workspace, zeroed=(first, workspace - first))
 
 
+def sizes_of(layouts: Mapping[str, TensorLayout], window: Window) -> array[int]:
+    """What the operand `SIZES` of a forward pass holds for these operands."""
+    (call,) = program(layouts, window).calls
+    tensors = [x for x in call.arguments if isinstance(x, TensorArgument)]
+    return array("q", [number for x in tensors for number in (*x.shape, *x.stride)])
+
+
+def operands_of_any_size(operands: Sequence[Operand], window: Window) -> list[Operand]:
+    """The operands of a plan for all sizes of these of a forward pass, which its kind alone determines."""
+    layouts = {operand.name: operand.layout for operand in operands}
+    heads_kv = layouts["k"].shape[1]
+
+    def shape_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, shape[1] // heads_kv, *(1,) * (len(shape) - 3), shape[-1]) if len(shape) > 2 else (1,) * len(shape)
+
+    made = [
+        replace(x, layout=TensorLayout.contiguous(shape_of(x.layout.shape), x.layout.dtype))
+        if x.role is Role.TENSOR
+        else x
+        for x in operands
+    ]
+    return [*made, Operand(SIZES, TensorLayout.contiguous((len(sizes_of(layouts, window)),), torch.int64), Role.HOST)]
+
+
+def _of_any_size(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """The arguments with sizes that a launch reads, those of one tensor behind those of another."""
+    at, made = 0, list[Argument]()
+    for argument in arguments:
+        if isinstance(argument, TensorArgument):
+            made.append(replace(argument, sizes=at))
+            at += 2 * len(argument.shape)
+        else:
+            made.append(argument)
+    return tuple(made)
+
+
 def _more(layouts: Mapping[str, TensorLayout]) -> Argument:
     """The arguments of functions of scores: no tensors, and the soft cap."""
     return None, (NumberArgument("softcap"),) if "softcap" in layouts else None
@@ -182,15 +234,14 @@ def _lse(layout: TensorLayout) -> TensorArgument:
     return TensorArgument("lse", shape, contiguous_stride(shape), torch.float32)
 
 
-def _begins(layouts: Mapping[str, TensorLayout]) -> tuple[TensorArgument | None, TensorArgument | None]:
-    if BEGINS_Q not in layouts:
-        return None, None
-    shape = layouts[BEGINS_Q].shape
-    first, second = (TensorArgument(name, shape, (1,), torch.int32) for name in (BEGINS_Q, BEGINS_KV))
-    return first, second
+def _ints(layouts: Mapping[str, TensorLayout], *names: str) -> list[TensorArgument | None]:
+    """Operands of integers, as far as a call has them."""
+    return [
+        TensorArgument(x, layouts[x].shape, layouts[x].stride, torch.int32) if x in layouts else None for x in names
+    ]
 
 
-def _padded(layout: TensorLayout, begins: tuple[TensorArgument | None, ...], tile: int) -> int:
+def _padded(layout: TensorLayout, begins: Sequence[TensorArgument | None], tile: int) -> int:
     """The rows of a sum in the workspace: in whole tiles, those of each packed sequence behind a tile's gap."""
     if begins[0] is None:
         return _rounded(layout.shape[2], tile)

@@ -4,10 +4,6 @@
  */
 #include "slots.cuh"
 
-__device__ number within(number value, number least, number most) {
-  return value < least ? least : value > most ? most : value;
-}
-
 /* A step that decodes: every query is a sequence of its own, with the keys that it sees. */
 struct Decode {
   const int* lengths_kv; /* (batch,) */

@@ -62,7 +62,7 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
     if call.is_empty:
         return
     if runs_own_kernel(call, target):
-        yield from own_kernel.keys(call, target, device)
+        yield own_kernel.key_of(call, target, device)
         return
     call = as_launched(call)
     if is_decode(call):

@@ -23,14 +23,16 @@ def describe_paged_varlen(**given: Any) -> Description:
     if checked.refused is not None:
         return Description.refused(plans.paged_varlen_forward, checked.refused, device)
 
-    return Description(
+    spec = plans.PagedForward(call)
+    described = Description(
         operation=plans.paged_varlen_forward,
-        key=partial(plans.key_of, call),
+        key=partial(plans.chosen_key, spec),
         device=device,
         is_empty=call.is_empty,
         extra_kernels=[*explain.notes_on_casts(checked.call, call), *sink_scores.notes_on_conversion(given)],
         verify=lambda _: errors_paged_varlen(call),
     )
+    return described if described.is_empty else explain.with_choice(described, spec)
 
 
 def errors_paged_varlen(call: PagedVarlenCall) -> dict[str, float]:

@@ -13,18 +13,38 @@ from cudnn_sdpa.attention.arguments import results, scale_of
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
-from cudnn_sdpa.attention.paged_varlen.plans import SIZES, OnPages, key_of, paged_varlen_forward, part_of_keys
+from cudnn_sdpa.attention.paged_varlen.plans import (
+    SIZES,
+    OnPages,
+    PagedForward,
+    chosen_key,
+    key_of,
+    paged_varlen_forward,
+    part_of_keys,
+)
 from cudnn_sdpa.attention.paged_varlen.reference import without_keys
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans import providers
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
+from cudnn_sdpa.plans.providers import FLASH4
 
 _OPTIONAL = ("page_table_v", "seq_lens_q", "sinks", "tree_mask", "k_scale", "v_scale")
 
 
 def prepare(call: PagedVarlenArguments) -> Prepared:
     """A call bound to its plan."""
-    return Prepared(without_keys, None) if call.is_empty else bind(call)
+    if call.is_empty:
+        return Prepared(without_keys, None)
+    spec, device = PagedForward(call), call.q.get_device()
+    key = chosen_key(spec, live_target(device), device)
+    if key.provider == FLASH4:
+        other = providers.other(FLASH4)
+        key = other.ready(spec, key)
+        if key.provider == FLASH4:
+            prepared: Prepared = other.bind(spec, key)
+            return prepared
+    return bind(call)
 
 
 def bind(call: OnPages) -> Prepared:

@@ -20,6 +20,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
 from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 
@@ -153,9 +154,28 @@ def _refuse(call: OnPages, target: Target) -> None:
         raise UnsupportedError("sdpa_paged" if isinstance(call, PagedArguments) else "sdpa_paged_varlen", reasons)
 
 
-def keys(call: OnPages, target: Target, device: int | None) -> Iterator[PlanKey]:
+@dataclass(frozen=True)
+class PagedForward:
+    """A call of `sdpa_paged_varlen`, which several providers may serve."""
+
+    call: PagedVarlenArguments
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        """The key of the own kernel's plan."""
+        return key_of(self.call, target, device)
+
+
+def chosen_key(spec: PagedForward, target: Target, device: int | None) -> PlanKey:
+    """The key of a call's plan, of the first provider in force that serves it."""
+    if not providers.may_be_others():
+        return spec.key(target, device)
+    found: PlanKey = providers.chooser().key_of(spec, target, device, providers.active())
+    return found
+
+
+def keys(call: PagedVarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
     if not call.is_empty:
-        yield key_of(call, target, device)
+        yield chosen_key(PagedForward(call), target, device)
 
 
 def key_of(call: OnPages, target: Target, device: int | None) -> PlanKey:

@@ -26,7 +26,10 @@ from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND
 SLOWER = 1.02
 
 _KERNELS = {OWN: "our own kernel for pages", CUDNN: "cuDNN's engines"}
-_NOT_PAGED = {FLASH4: "FlashAttention-4", FRONTEND: "cuDNN's frontend"}
+_AGAINST_PAGED = {
+    FLASH4: "FlashAttention-4: of pages it serves sdpa_paged_varlen alone",
+    FRONTEND: "cuDNN's frontend: it serves no pages here",
+}
 
 
 class Preference(NamedTuple):
@@ -84,8 +87,8 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
                 return OWN, f"{_KERNELS[OWN]}: {only_own}"
             row = preference_of(call, target)
             return (CUDNN, "") if row is None else (row.kernel, str(row))
-        if name in _NOT_PAGED:
-            reasons.append(f"{_NOT_PAGED[name]}: it serves no pages here")
+        if name in _AGAINST_PAGED:
+            reasons.append(_AGAINST_PAGED[name])
             continue
         against = [only_own] * bool(only_own) if name == CUDNN else reasons_against(call, target)
         if not against:

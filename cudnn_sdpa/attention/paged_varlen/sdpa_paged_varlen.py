@@ -118,11 +118,12 @@ def sdpa_paged_varlen(
     to run. In multi-head latent attention, with head dims of 576 and 512, `v_pages` may be `k_pages[..., :512]`: each
     key is then read once. That needs a GPU with 110 KB of shared memory for a block, those of data centers. No slot
     that belongs to no sequence is used, nor one left of the windows of all new tokens of its sequence: they may hold
-    NaN, and page ids there may be -1.
+    NaN, and page ids there may be -1. `providers("fa4", "own")` has FlashAttention-4 serve calls on Hopper, if it is
+    installed, but for what it lacks: it is for chunks of prompts.
 
     On the GPU, lengths beyond the table and offsets beyond the tokens are clamped, and pages beyond the cache count as
-    zeros: wrong values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and
-    on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
+    zeros, or as other pages under "fa4": wrong values give wrong results, but no GPU error and no out-of-bounds read.
+    They are checked on the CPU, and on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
 
     Args:
         q: Queries (T, Hq, D) of the new tokens, one sequence after the other, float16 or bfloat16. D is a multiple of

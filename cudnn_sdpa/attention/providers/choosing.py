@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4 import serving as flash4
 from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
+from cudnn_sdpa.attention.paged_varlen.plans import PagedForward
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
@@ -25,6 +26,7 @@ _FUNCTIONS = {
     BackwardSpec: "the gradient of sdpa",
     PackedForward: "sdpa_varlen",
     PackedBackward: "the gradient of sdpa_varlen",
+    PagedForward: "sdpa_paged_varlen",
 }
 
 #: The providers of plans, as messages name them, and as they end "… serve it".
@@ -58,19 +60,19 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
         raise refused
     if refused is not None:
         raise UnsupportedError(refused.what, [*refused.reasons, *reasons], refused.suggestion)
-    names = ", ".join(map(repr, [*names, CUDNN]))
+    names = ", ".join(map(repr, [*names, _usual(spec)]))
     raise UnsupportedError(_FUNCTIONS[type(spec)], reasons, f"providers({names})")
 
 
 def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
     """Why its provider serves a call, and who would under "fastest", for `explain`; empty where only one may."""
     target, by = key.target, f"by providers({', '.join(map(repr, names))})"
-    names = _concerned(spec, names)
+    names, usual = _concerned(spec, names), _WORDS[_usual(spec)]
     row = preference_of(spec, target)
     prefers = row is not None and row.prefers_flash4
     if set(names) <= {CUDNN, DEFAULT}:
         would = names[0] == DEFAULT and prefers and not _against(FLASH4, spec, target)
-        return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
+        return f"{usual}; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
     is_tuned = FASTEST in names and flash4.tuned(spec, target) == (key.provider or CUDNN)
     row = row if FASTEST in names else None
     served = _WORDS[key.provider or CUDNN]
@@ -80,10 +82,10 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
         operation = find_operation(key.operation)
         assert isinstance(operation, CompiledOp)
         is_ready = operation.functions.are_ready(operation.functions.kind_of(key))
-        return f"{served}, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
+        return f"{served}, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(spec, names)}")
     if row is not None and prefers and flash4.is_to_be_compared(spec) and not _against(FLASH4, spec, target):
         return f"{served}, {by}, until autotune has compared FlashAttention-4"
-    by_it = (OWN,) if key.provider == OWN else _OF_CUDNN
+    by_it = (OWN,) if key.provider == OWN != _usual(spec) else _OF_CUDNN
     before = [*itertools.takewhile(lambda name: name not in by_it, names)]
     before += [FLASH4] * (row is not None and prefers)
     for name in (FLASH4, FRONTEND, OWN):
@@ -98,7 +100,14 @@ def _concerned(spec: Spec, names: Sequence[str]) -> Sequence[str]:
     """The providers that have kernels for calls of a function; cuDNN if none of them has."""
     if isinstance(spec, (ForwardSpec, BackwardSpec)):
         return names
+    if isinstance(spec, PagedForward):  # its plans by other names are all the own kernel's
+        names = [CUDNN if name == OWN else name for name in names]
     return [name for name in names if name not in (OWN, FRONTEND)] or [CUDNN]
+
+
+def _usual(spec: Spec) -> str:
+    """The provider of calls by default."""
+    return OWN if isinstance(spec, PagedForward) else CUDNN
 
 
 def _against(name: str, spec: Spec, target: Target) -> list[str]:
@@ -107,9 +116,10 @@ def _against(name: str, spec: Spec, target: Target) -> list[str]:
     return found
 
 
-def _until_compiled(names: Sequence[str]) -> str:
+def _until_compiled(spec: Spec, names: Sequence[str]) -> str:
     """The provider of a call until its kind is compiled."""
+    serve = "own kernels serve" if isinstance(spec, PagedForward) else "cuDNN serves"
     if not {CUDNN, DEFAULT, FASTEST} & set(names):
         return "its first call waits until its kind is compiled"
     why = interpreter.why_no_helper()
-    return f"cuDNN serves it: {why}" if why else "cuDNN serves it until its kind is compiled"
+    return f"{serve} it: {why}" if why else f"{serve} it until its kind is compiled"

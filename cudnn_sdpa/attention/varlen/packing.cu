@@ -1,10 +1,9 @@
-/* Where packed sequences begin and end, as plans read it, and zeros for the rows that they do not write.
+/* Where packed sequences begin and end, as plans read it, and zeros for the rows that they do not write; for queries on
+ * pages also their keys, kept within the table and the cache.
  *
  * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
-#include "launch.cuh"
-
-typedef long long number;
+#include "slots.cuh"
 
 /* Rows of an output that may need a value. They are made of words of 4 bytes. */
 struct Rows {
@@ -38,8 +37,7 @@ struct Packing {
 };
 
 __device__ number end(const int* ends, number which, number given, number rows) {
-  number found = ends[which < given ? which : given];
-  return found < 0 ? 0 : found > rows ? rows : found;
+  return within(ends[which < given ? which : given], 0, rows);
 }
 
 /* The last row where a sequence up to this one begins. */
@@ -52,24 +50,26 @@ __device__ number last_begin(const int* ends, number which, number given, number
   return found;
 }
 
-__device__ void fill(const Packing& packing, number of_keys, number from, number to) {
-  for (int i = 0; i < packing.outputs; ++i) {
-    const Rows& rows = packing.output[i];
-    if (rows.of_keys != of_keys) continue;
-    unsigned value = (unsigned)rows.value;
-    int wide = rows.words % 4 == 0;
-    unsigned parts = (unsigned)(wide ? rows.words / 4 : rows.words);
-    unsigned all = (unsigned)rows.heads * parts;
-    for (number row = from + blockIdx.x; row < to; row += gridDim.x) {
-      for (unsigned part = threadIdx.x; part < all; part += blockDim.x) {
-        char* head = rows.base + row * rows.row + (number)(part / parts) * rows.head;
-        if (wide) {
-          ((uint4*)head)[part % parts] = make_uint4(value, value, value, value);
-        } else {
-          ((unsigned*)head)[part % parts] = value;
-        }
+__device__ void fill_rows(const Rows& rows, number from, number to) {
+  unsigned value = (unsigned)rows.value;
+  int wide = rows.words % 4 == 0;
+  unsigned parts = (unsigned)(wide ? rows.words / 4 : rows.words);
+  unsigned all = (unsigned)rows.heads * parts;
+  for (number row = from + blockIdx.x; row < to; row += gridDim.x) {
+    for (unsigned part = threadIdx.x; part < all; part += blockDim.x) {
+      char* head = rows.base + row * rows.row + (number)(part / parts) * rows.head;
+      if (wide) {
+        ((uint4*)head)[part % parts] = make_uint4(value, value, value, value);
+      } else {
+        ((unsigned*)head)[part % parts] = value;
       }
     }
+  }
+}
+
+__device__ void fill(const Packing& packing, number of_keys, number from, number to) {
+  for (int i = 0; i < packing.outputs; ++i) {
+    if (packing.output[i].of_keys == of_keys) fill_rows(packing.output[i], from, to);
   }
 }
 
@@ -122,4 +122,49 @@ extern "C" __global__ void fill_packing(const Packing packing) {
       if (end_kv > begin_kv && end_q <= begin_q) fill(packing, 1, begin_kv, end_kv);
     }
   }
+}
+
+/* Packed queries on pages. */
+struct Chunks {
+  const int* ends;       /* where the queries of each sequence begin, and the last ones end */
+  const int* lengths;    /* (batch,): keys of each sequence */
+  const int* table;
+  number table_row;      /* from one row of the table to the next */
+  number batch;
+  number tokens;
+  number max_kv_len;     /* that the table has room for */
+  number page_size;
+  number pages;          /* of the cache */
+  number left;           /* keys that a query sees before its own; -1: all. None before those of the first is read */
+  number keys_of_entry;  /* of the table that is made: page_size, or 1 if sequences begin anywhere in a page */
+  number entries;        /* from the first entry of a page to that of the next */
+  number width;
+  int* begins;           /* (batch + 1,), which never decrease */
+  int* keys;             /* (batch,) */
+  int* made;             /* the table, (batch, width) */
+  Rows out;
+};
+
+/* Of `gridDim.x / batch` blocks each has a part of a sequence's table. */
+extern "C" __global__ void prepare_chunks(const Chunks a) {
+  wait_for_previous();
+  number b = blockIdx.x % a.batch, part = blockIdx.x / a.batch, parts = gridDim.x / a.batch;
+  number begin = last_begin(a.ends, b, a.batch, a.tokens), next = end(a.ends, b + 1, a.batch, a.tokens);
+  if (next < begin) next = begin;
+  number length = within(a.lengths[b], 0, a.max_kv_len), new_tokens = next - begin;
+  number first = a.left < 0 ? 0 : within(length - new_tokens - a.left, 0, length);
+  number keys = new_tokens ? within(length - first, 0, a.width * a.keys_of_entry) : 0;
+  if (threadIdx.x == 0 && part == 0) {
+    a.begins[b] = (int)begin;
+    a.begins[b + 1] = (int)next; /* as the next sequence's block has it */
+    a.keys[b] = (int)keys;
+  }
+  unsigned of_entry = (unsigned)a.keys_of_entry, size = (unsigned)a.page_size;
+  for (number i = part * blockDim.x + threadIdx.x; i * of_entry < keys; i += parts * blockDim.x) {
+    unsigned key = (unsigned)(first + i * of_entry);
+    number page = within(a.table[b * a.table_row + key / size], 0, a.pages - 1);
+    a.made[b * a.width + i] = (int)(page * a.entries + key % size);
+  }
+  fill_rows(a.out, 0, end(a.ends, 0, a.batch, a.tokens));
+  fill_rows(a.out, last_begin(a.ends, a.batch, a.batch, a.tokens), a.tokens);
 }

@@ -17,15 +17,15 @@ from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import Plan
 
-_SOURCE = Path(__file__).with_name("packing.cu")
-kernel, _argument = Kernel(_SOURCE, "fill_packing"), Struct(_SOURCE, "Packing")
+SOURCE = Path(__file__).with_name("packing.cu")
+kernel, _argument = Kernel(SOURCE, "fill_packing"), Struct(SOURCE, "Packing")
 
 MADE = "packing"  #: what addresses call the memory that the kernel fills
 
 #: Operands of plans that read rows where sequences begin, and not offsets in each tensor.
 BEGINS = ("begins_q", "begins_kv")
 
-_THREADS = 256
+THREADS = 256
 _MAX_TABLES = 10
 
 _ZERO, _MINUS_INFINITY = 0, 0xFF800000  # as words of 4 bytes
@@ -64,7 +64,7 @@ class PackingKernel(OwnKernel):
             "everything": _fills_everything(packed, plan),
             "stride": [*(row for row, _ in tables), *unused],
             "is_of_keys": [*(of_keys for _, of_keys in tables), *unused],
-            "output": [_rows(output) for output in outputs],
+            "output": [rows_of(output) for output in outputs],
         }
         addresses = {
             "ends_q": Address("cu_seqlens_q"),
@@ -82,7 +82,7 @@ class PackingKernel(OwnKernel):
             name=MADE,
             buffer_layout=((size,), (1,), torch.int64),
             blocks=max(1, min(4 * processors, max(rows))),
-            threads=_THREADS,
+            threads=THREADS,
             argument=_argument,
             values=values,
             addresses=addresses,
@@ -108,7 +108,7 @@ def _table(operand: Operand) -> tuple[int, bool]:
     return operand.layout.stride[2], is_of_keys(operand)
 
 
-def _rows(output: Operand) -> dict[str, int]:
+def rows_of(output: Operand) -> dict[str, int]:
     """The rows of an output, as the kernel fills them."""
     *_, dim = output.layout.shape
     if len(output.layout.shape) == 2:  # an LSE (H, T)

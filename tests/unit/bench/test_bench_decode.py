@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import decode
-from benchmarks.decode import CONTIGUOUS, COPIES, DENSE, FP8, ON_CUDNN, V3_PACKED, VARLEN, Step
+from benchmarks.decode import BY_FLASH4, CONTIGUOUS, COPIES, DENSE, FP8, ON_CUDNN, V3_PACKED, VARLEN, Step
 from benchmarks.tools import candidates, cases
 from benchmarks.tools.flash_attention import V3
+from cudnn_sdpa.attention.flash4.preferences import PagesPreference
 
 SMALL = {"page_size": 16, "heads": (4, 2), "dims": (16, 16)}
 STEPS = (
@@ -31,6 +33,7 @@ def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: AR
     monkeypatch.setattr(decode, "STEPS", STEPS)
     monkeypatch.setattr(decode, "APPEND", decode.Sizes(tokens=5, layers=2, heads=2, dim=16, pages=3, page_size=4))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it were not installed
+    monkeypatch.setattr(decode, "installed", lambda: SimpleNamespace(missing="not here"))
 
 
 @pytest.fixture
@@ -132,3 +135,37 @@ def test_mixed_steps_are_calls_that_work():
     rows = decode.plans(20)
     assert [row["steps"] for row in rows] == [2, 20]
     assert [row["plans built"] for row in rows] == [0, 0]  # the CPU has none
+
+
+def test_flash_attention_4_serves_the_same_call(monkeypatch):
+    """Its column is there where it is installed; where it declines, there is no time."""
+    monkeypatch.setattr(decode, "installed", lambda: SimpleNamespace(missing=""))
+    seen = []
+
+    def served_by(provider, call):
+        seen.append(provider)
+        return call()
+
+    monkeypatch.setattr(decode, "served_by", served_by)
+    single, draft, mixed, _, fp8 = decode.steps()
+    for row in (single, draft, mixed):
+        assert row[f"{BY_FLASH4} µs"] == row[f"fa4 / {VARLEN}"] == 2
+    assert fp8[f"{BY_FLASH4} µs"] == fp8[f"fa4 / {VARLEN}"] == "–"
+    assert set(seen) == {"fa4"}
+
+
+def test_rows_of_measurements_are_made_of_steps(monkeypatch, repository):
+    monkeypatch.syspath_prepend(repository / "scripts")
+    script = importlib.import_module("preferences")
+    times = [(8.04, 9.0), (3.0, 3.5), (5.0, 6.0), (1.0, 2.0), ("–", 2.0)]
+    steps = [
+        {LABEL: step.label, f"{BY_FLASH4} µs": one, f"{VARLEN} µs": other}
+        for step, (one, other) in zip(STEPS, times, strict=True)
+    ]
+    rows = [{**x, "dims": tuple(x["dims"])} for x in script.rows_for_chunks({"steps": steps})]
+    assert [PagesPreference(**row) for row in rows] == [
+        PagesPreference(90, (16, 16), True, 1, 8.0, 9.0, STEPS[0].label),
+        PagesPreference(90, (16, 16), True, 3, 3.0, 3.5, STEPS[1].label),
+        PagesPreference(90, (32, 16), True, 1, 1.0, 2.0, STEPS[3].label),
+    ]
+    assert script.rows_for_chunks({"steps": [{LABEL: STEPS[0].label, f"{VARLEN} µs": 2.0}]}) == []

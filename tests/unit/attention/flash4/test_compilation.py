@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cudnn_sdpa.attention.flash4 import compiler
 from cudnn_sdpa.attention.flash4.installed import installed
 from cudnn_sdpa.attention.flash4.plans import Functions, names_of
-from cudnn_sdpa.attention.flash4.programs import CAUSAL, Kind, program
+from cudnn_sdpa.attention.flash4.programs import CAUSAL, Kind, operands_of_any_size, program, sizes_of
 from cudnn_sdpa.errors import ExecutionError, LibraryError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -48,6 +48,10 @@ KINDS = {
     "full, 80 queries a tile": PLAIN._replace(is_backward=True, is_causal=False, group=1),
     "packed": PLAIN._replace(is_packed=True),
     "packed, backward": PLAIN._replace(is_packed=True, is_backward=True),
+    "on pages": PLAIN._replace(is_packed=True, is_on_pages=True, has_lse=False),
+    "on pages, window, sinks, soft cap": WINDOW._replace(
+        is_packed=True, is_on_pages=True, has_sinks=True, is_capped=True
+    ),
 }
 
 
@@ -69,11 +73,18 @@ def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):
         layouts = {name: TensorLayout.of(x) for name, x in compiler.example(kind).items()}
     given = [Operand(name, x, Role.SCALAR if name == "softcap" else Role.TENSOR) for name, x in layouts.items()]
     given.append(Operand("scale", HOST_SCALAR, Role.SCALAR))
+    window = compiler.window_of(kind)
+    sizes = sizes_of(layouts, window) if kind.is_on_pages else array("q")
+    if kind.is_on_pages:  # which has a plan for all sizes
+        given = operands_of_any_size(given, window)
+        layouts = {operand.name: operand.layout for operand in given}
+        assert Kind.of(layouts, window) == kind
     target = Target.from_properties(load_properties("h100"))
     key = PlanKey("tests:flash4", "", tuple(given), (), (), target, device=0)
     numbers = array("f", [0.5])
-    addresses = [numbers.buffer_info()[0] if x.role is Role.SCALAR else 1 << 33 for x in given]
-    whole = program(layouts, compiler.window_of(kind))
+    on_the_host = {Role.SCALAR: numbers.buffer_info()[0], Role.HOST: sizes.buffer_info()[0]}
+    addresses = [on_the_host.get(x.role, 1 << 33) for x in given]
+    whole = program(layouts, window)
     for call in whole.calls:
         plan = FunctionPlan(key, FunctionProgram("", [call], whole.workspace), libraries, functions.interface())
         if torch.cuda.is_available():
