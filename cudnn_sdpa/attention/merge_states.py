@@ -16,7 +16,7 @@ from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.engine.tensor_checks import check_apart, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like, is_expanded
-from cudnn_sdpa.graph.scalars import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling, is_true
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import current_raw_stream
 
@@ -163,7 +163,7 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -
 
 
 def _check_memory(out: Tensor, others: dict[str, Tensor]) -> None:
-    if is_expanded(out.shape, out.stride()):
+    if is_true(out.numel() > 0) and is_expanded(out.shape, out.stride()):
         raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
     if not is_compiling() and is_plain_memory(*others.values(), out):
         check_apart("out", out, others.items())

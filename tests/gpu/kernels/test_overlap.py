@@ -203,7 +203,7 @@ def test_what_does_not_wait_reads_what_was_there():
     fields = array("q", (read.data_ptr(), memory.data_ptr(), 0, 0))
     attribute = Attribute(OVERLAPS, 0, (1,))
     config = Config((1, 1, 1), (32, 1, 1), 0, stream, ctypes.pointer(attribute), 1)
-    function = ctypes.c_void_p(AT_ONCE.on(0).native[1])  # compiled by now
+    function = ctypes.c_void_p(AT_ONCE.on(0)._function)  # compiled by now
     given = (ctypes.c_void_p * 1)(fields.buffer_info()[0])
     late = LATE.on(0)
     torch.cuda.synchronize()
