@@ -13,9 +13,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.providers import served_by
 from benchmarks.tools import cases, flash_attention, peers
-from benchmarks.tools.candidates import NOTHING, Timed, ratio
+from benchmarks.tools.candidates import NOTHING, Timed, ratio, served_by
 from benchmarks.tools.flash_attention import V3
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times

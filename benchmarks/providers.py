@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.peers import Configuration, Inputs
-from benchmarks.tools.candidates import NOTHING, Timed, ratio
+from benchmarks.tools.candidates import NOTHING, Timed, ratio, served_by
 from benchmarks.tools.cases import Shape
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import host_times
@@ -173,9 +173,3 @@ def _ratios(times: Mapping[str, float], by: Sequence[Provider] = PROVIDERS) -> R
         f"{second} / {first}": ratio(times, second, first),
         **{f"{name} / best": times[name] / best if name in times else NOTHING for name in chosen},
     }
-
-
-def served_by(provider: Provider, call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-    """A call that one provider serves, or that raises."""
-    with providers(provider):
-        return call()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.tools import cases
 from benchmarks.tools.timing import Call, device_times
+from cudnn_sdpa.plans.providers import Provider, providers
 
 REPEATS = 30
 
@@ -53,3 +54,9 @@ class Timed:
 def ratio(times: Mapping[str, float], name: str, base: str) -> float | str:
     """The time of one candidate over that of another, if both were measured."""
     return times[name] / times[base] if {name, base} <= times.keys() else NOTHING
+
+
+def served_by(provider: Provider, call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """A call that one provider serves, or that raises."""
+    with providers(provider):
+        return call()
