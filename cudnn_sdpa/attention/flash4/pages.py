@@ -1,4 +1,4 @@
-"""What FlashAttention-4 reads of packed queries on pages: the operands of its plans, and the kernel that makes some.
+"""Operands of FlashAttention-4's plans for packed queries on pages, and the kernel that makes some of them.
 
 Its kernel trusts offsets, lengths and page ids, and reads the keys of whole tiles. So a kernel of our own makes them of
 the call's, within the tensors; and a sequence begins at the first key that a query of it sees, as a window leaves slots
@@ -55,7 +55,7 @@ class Table(NamedTuple):
 
 
 def _slots_apart(pages: Tensor) -> int:
-    """How many slots a page begins behind the one before it; 0 if that is no whole number."""
+    """Slots from the beginning of a page to that of the next; 0 if that is no whole number."""
     page, _, slot, _ = pages.stride()
     return 1 if pages.shape[2] == 1 else page // slot if slot and page % slot == 0 else 0
 

@@ -110,7 +110,7 @@ _table: CallTable[_Known] = CallTable()
 
 
 def _are_apart(operands: tuple[Value, ...]) -> bool:
-    """Asked in each call: addresses are in no signature."""
+    """Whether the memory of queries and keys is apart in this call: addresses are in no signature."""
     try:
         _check_apart(operands)
     except NOT_A_CALL:  # the checks name the wrong argument
