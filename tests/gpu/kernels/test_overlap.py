@@ -72,7 +72,9 @@ def case(
     return Case(function, draw, options or {}, fixed or {}, tuple(by.split(",")))
 
 
-def gradients(function: Callable[..., Tensor], *inputs: Callable[[], Tensor]) -> Case:
+def gradients(
+    function: Callable[..., Tensor], *inputs: Callable[[], Tensor], shape: tuple[int, ...] = (64, 256)
+) -> Case:
     """The gradients of a call, whose result's is written late."""
     kept: list[tuple[list[Tensor], Tensor]] = []
 
@@ -83,7 +85,22 @@ def gradients(function: Callable[..., Tensor], *inputs: Callable[[], Tensor]) ->
         leaves, out = kept[0]
         return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-    return case(backward, grad=lambda: torch.randn(64, 256, device="cuda").to(HALF))
+    return case(backward, grad=normal(*shape))
+
+
+def rotated(q: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = cudnn_sdpa.rope(q, None, angles(), angles(), q_weight=weight)[0]
+    return out
+
+
+def rotated_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cudnn_sdpa.rope_(q, k, cos, sin)
+    return q, k
+
+
+def appended(k: Tensor, v: Tensor, **pages: Tensor) -> tuple[Tensor, Tensor]:
+    cudnn_sdpa.append_paged_kv(k, v, **pages, page_layout="HND")
+    return pages["k_pages"], pages["v_pages"]
 
 
 HEADS = {"q": normal(2, 8, 64, 64), "k": normal(2, 2, 64, 64), "cos": angles, "sin": angles}
@@ -108,6 +125,17 @@ CASES = {
     ),
     "rope": case(cudnn_sdpa.rope, **HEADS),
     "rope with norms": case(cudnn_sdpa.rope, **HEADS, q_weight=normal(64), k_weight=normal(64)),
+    "rope in place": case(rotated_in_place, **HEADS),
+    "gradients of rope with norms": gradients(rotated, normal(2, 8, 64, 64), normal(64), shape=(2, 8, 64, 64)),
+    "append": case(
+        appended,
+        k=normal(30, 4, 64),
+        v=normal(30, 4, 64),
+        fixed={
+            **{x: PAGES[x] for x in ("k_pages", "v_pages")},
+            "slot_mapping": lambda: torch.randperm(1280, device="cuda")[:30],
+        },
+    ),
     "lengths": case(cudnn_sdpa.sdpa, **QKV, seq_lens_kv=LENGTHS),
     "soft cap, lengths": case(cudnn_sdpa.sdpa, **QKV, seq_lens_kv=LENGTHS, options={"softcap": 9.0}),
     "boolean mask": case(cudnn_sdpa.sdpa, **QKV, attn_mask=lambda: torch.rand(2, 1, 96, 96, device="cuda") > 0.3),
@@ -181,6 +209,7 @@ def test_operands_that_the_kernel_ahead_writes_late(name):
         right = late.memory.clone()
         for _ in range(6):
             results(late.operands)
+        late.memory.copy_(right)  # which calls in place have changed
         with in_python():
             expected = [x.clone() for x in results(late.operands)]
         for _ in range(5):

@@ -50,6 +50,9 @@ WITH_KERNELS = (
 #: Examples whose plan gets operands that were quantized before.
 QUANTIZED = ("fp8_attention",)
 
+#: Examples whose gradients cuDNN has no graph of.
+WITH_OWN_GRADIENTS = ("gelu_mul", "relu_squared")
+
 #: Examples that add, join or convert results.
 RESULTS_TOGETHER = (
     "sdpa_fp8_backward",
@@ -92,7 +95,8 @@ def range_of(address: int, size: int) -> range:
 @pytest.mark.parametrize("stream", [0, 11])
 def test_pointers_are_those_of_the_operands_and_results(name, stream, way, launches_in_python):
     call = OPERATIONS[name]
-    with providers("cudnn"), real_plans(call.compute) as device, device.stream(stream):
+    named = ("cudnn", "own") if name.startswith(WITH_OWN_GRADIENTS) else ("cudnn",)
+    with providers(*named), real_plans(call.compute) as device, device.stream(stream):
         call.warm_up()
         launches_in_python.clear()
         tensors = call.tensors()
