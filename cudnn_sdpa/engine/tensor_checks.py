@@ -11,7 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
-from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
+from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like, overlaps_itself
 from cudnn_sdpa.graph.scalars import is_compiling, is_true
 
 if TYPE_CHECKING:
@@ -325,15 +325,11 @@ def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
     alignment = ALIGNMENT // out.element_size() if for_cudnn else 1
     if out.stride(-1) != 1:
         raise LayoutError("out", f"stride {out.stride(-1)} in the last dimension", "1")
-    span = out.shape[-1]
-    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(out.dim() - 1)):
-        if size == 1:
-            continue
-        if stride % alignment != 0:
+    for stride, size in sorted(zip(out.stride()[:-1], out.shape[:-1], strict=True)):
+        if size != 1 and stride % alignment != 0:
             raise LayoutError("out", f"a stride of {stride}", f"multiples of {alignment} elements ({ALIGNMENT} bytes)")
-        if stride < span:
-            raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
-        span = stride * (size - 1) + span
+    if overlaps_itself(out.shape, out.stride()):
+        raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
 
 
 def _end(tensor: Tensor) -> int:
