@@ -234,7 +234,7 @@ class GraphFunction(GraphDefinition):
             given = self._completed(operands)
             is_as_given = all(x is y or isinstance(y, int) for x, y in zip(values, given, strict=True))
             if is_as_given and isinstance(run, BoundPlan):
-                self.table.add(self._signature(operands, options, trains), _BoundCall(run, run.plan, static, trains))
+                self.table.add(self.signature(operands, options, trains), _BoundCall(run, run.plan, static, trains))
         if trains:
             return self._differentiate(values, static, run)
         return self._returned(run(tensors, numbers=_numbers(values)), trains=False)
@@ -261,11 +261,11 @@ class GraphFunction(GraphDefinition):
             trains = needs_gradient(*tensors)
             if trains and any(x.is_inference() for x in tensors):  # which autograd cannot save
                 return None
-            return self.table.get(self._signature(operands, options, trains))
+            return self.table.get(self.signature(operands, options, trains))
         except NOT_A_CALL:  # the checks name the wrong argument
             return None
 
-    def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
+    def signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
         return (trains, is_deterministic_mode(), *layouts, *options.items(), *map(type_of, options.values()))
@@ -365,11 +365,12 @@ class GraphFunction(GraphDefinition):
             if is_expanded(result.shape, result.stride()):
                 got = f"result {number} with strides {result.stride()}"
                 raise LayoutError("outputs", got, "an address of its own for every element", "Use .contiguous().")
-        if (split := self._split(meta, results)) is not None:
+        if (split := self.split(meta, results)) is not None:
             self.outputs(split.part(self._named(meta), 0), static)  # raises if the parts are too large, too
         return results
 
-    def _split(self, values: Sequence[Value], results: Sequence[Tensor]) -> large.Split | None:
+    def split(self, values: Sequence[Value], results: Sequence[Tensor]) -> large.Split | None:
+        """The parts of a call that is too large for one plan; None for others."""
         return large.split_of(self.__name__, self.ways, self._named(values), results)
 
     def _viewed(self, values: Sequence[Value], results: Sequence[Tensor], static: Options) -> Views:
@@ -400,14 +401,14 @@ class GraphFunction(GraphDefinition):
 
     def prepared(self, values: tuple[Value, ...], static: Options) -> BoundPlan | large.LargeCall:
         """A call, with all operands and options and tensors that kernels can read, bound to its plan or split."""
-        signature = self._signature(values, static, False)
+        signature = self.signature(values, static, False)
         entry: _BoundCall | None = self.table.get(signature)
         if entry is not None:
             return entry.bound
         check_one_device(self.operands, values)
         results, named = self.outputs(values, static), self._named(values)
         layouts = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results]
-        if (split := self._split(values, results)) is not None:
+        if (split := self.split(values, results)) is not None:
             bind = partial(self.prepared, static=static)
             return large.LargeCall(bind, split, self.operands, operand_kinds(values), results=layouts)
         device = _tensors(values)[0].get_device()
@@ -468,7 +469,7 @@ class GraphFunction(GraphDefinition):
             return Description(self, _no_key, device, is_empty=True)
         values = self.as_readable(values, static)
         results, notes = self.outputs(values, static), []
-        while (split := self._split(values, results)) is not None:
+        while (split := self.split(values, results)) is not None:
             notes.append(f"the same in {split.parts - 1} other parts of {split.way.name}")
             values = split.part(self._named(values), 0)
             results = self.outputs(values, static)

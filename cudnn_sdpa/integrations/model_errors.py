@@ -52,7 +52,7 @@ def _place(module: torch.nn.Module) -> str:
 
 
 def _cause(error: ArgumentError, module: torch.nn.Module, query: Tensor) -> str:
-    """What of the model the error comes from, where that is known."""
+    """The model's part in an error, where that is known."""
     if isinstance(error, DtypeError) and error.argument in ("query", "key", "value"):
         weights = {parameter.dtype for parameter in module.parameters()}
         if weights <= {query.dtype} and query.dtype not in (torch.bfloat16, torch.float16):

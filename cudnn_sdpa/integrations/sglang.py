@@ -72,7 +72,7 @@ def register() -> None:
 
 
 class Engine(NamedTuple):
-    """What the backend takes from SGLang besides its model runner.
+    """Classes of SGLang that the backend reads, besides its model runner.
 
     Attributes:
         write_loc: The class `KVWriteLoc`.
@@ -118,7 +118,7 @@ def backend_class(base: type) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """What all layers of a forward pass share, or buffers for it.
+    """Tensors that all layers of a forward pass share, or buffers for them.
 
     Attributes:
         tables: Pages of each sequence, (B, max_pages) int32; where layers with windows have a pool of their own, also

@@ -36,7 +36,7 @@ OF_EACH_FORM = 1, 65
 
 
 class CudnnSdpaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """What the backend can do. It reads pages of any size, in any memory order."""
+    """The backend's abilities. It reads pages of any size, in any memory order."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)

@@ -1,1 +1,1 @@
-"""What a decode step computes besides attention, where operations of attention and fused ones share a kernel."""
+"""Kernels of decode steps that join an operation of attention with a fused one."""

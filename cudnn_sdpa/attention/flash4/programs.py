@@ -174,7 +174,7 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
 
 
 def sizes_of(layouts: Mapping[str, TensorLayout], window: Window) -> array[int]:
-    """What the operand `SIZES` of a forward pass holds for these operands."""
+    """The operand `SIZES` of a forward pass: shapes and strides of these operands."""
     (call,) = program(layouts, window).calls
     tensors = [x for x in call.arguments if isinstance(x, TensorArgument)]
     return array("q", [number for x in tensors for number in (*x.shape, *x.stride)])

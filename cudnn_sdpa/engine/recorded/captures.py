@@ -28,7 +28,7 @@ _COARSE = 256
 #: Bytes that half an address tells apart, and how many of them may be a GPU's on all machines.
 _HALF, _MOST_HALVES = 1 << 32, 1 << 14
 
-#: Launches that are captured, two in a row; the last two must be as the others predict.
+#: Launches that are captured, two at a time; the last two must be as the others predict.
 LAUNCHES = 6
 
 

@@ -135,7 +135,7 @@ def _find(operands: tuple[Value, ...], tensors: list[Tensor], options: Options) 
     try:
         if not can_be_recognized(tensors, lambda _: False) or needs_gradient(*tensors):
             return None
-        return _table.get(rope_rows._signature(operands, options, False))
+        return _table.get(rope_rows.signature(operands, options, False))
     except NOT_A_CALL:  # the checks name the wrong argument
         return None
 
@@ -159,7 +159,7 @@ def _first(operands: tuple[Value, ...], tensors: list[Tensor], options: Options)
         and can_bypass_dispatcher(*tensors, may_cast=False)
         and all(x.is_cuda and x.numel() and not is_batch(x) for x in tensors)
         and all(x is y for x, y in zip(rope_rows.as_readable(values, options), values, strict=True))
-        and rope_rows._split(values, list(written.values())) is None
+        and rope_rows.split(values, list(written.values())) is None
     )
     if not is_for_kernel:
         return None
@@ -179,5 +179,5 @@ def _first(operands: tuple[Value, ...], tensors: list[Tensor], options: Options)
         extras=LaunchExtras(addresses=addresses),
     )
     known = _Known(bound, plan)
-    _table.add(rope_rows._signature(operands, options, False), known)
+    _table.add(rope_rows.signature(operands, options, False), known)
     return known

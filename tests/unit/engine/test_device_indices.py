@@ -43,7 +43,7 @@ def test_a_call_on_another_gpu_has_another_signature(two):
     calls = [SdpaCall(*[torch.empty(1, 2, 8, 16, device=x.device)] * 3) for x in two]
     assert SDPA.signature(calls[0]) == SDPA.signature(calls[0]._replace(q=calls[0].k))
     assert SDPA.signature(calls[0]) != SDPA.signature(calls[1])
-    rows = [rms_norm_rows._signature((x, None, 1e-6), {}, trains=False) for x in two]
+    rows = [rms_norm_rows.signature((x, None, 1e-6), {}, trains=False) for x in two]
     assert rows[0] != rows[1]
 
 
