@@ -42,7 +42,7 @@ Function = Callable[..., Any]
 
 def _quack_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Any:
     function = importlib.import_module("quack.rmsnorm").rmsnorm
-    return function(x, weight, eps=fused.EPS, residual=residual)
+    return function(x, weight, eps=fused.EPS, residual=residual, prenorm=residual is not None)  # the sum, too
 
 
 def _liger_norm(x: Tensor, weight: Tensor) -> Any:

@@ -224,9 +224,10 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
   wait_for_previous();
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
-  const int lane = threadIdx.x % OF_ROW, group = threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
+  const int lane = threadIdx.x % OF_ROW, group = ROWS == 1 ? 0 : threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
   const float of_count = float_of(a.of_count);
-  float* const mine = a.partial + (number)blockIdx.x * kinds * a.n;
+  const number block = ALONE ? 0 : blockIdx.x, step = ALONE ? ROWS : (number)gridDim.x * ROWS;
+  float* const mine = a.partial + block * kinds * a.n;
   float of_weight[KEPT][UNIT], of_bias[KEPT][UNIT];
   Raw<WDTYPE> weights[KEPT];
 #pragma unroll
@@ -234,17 +235,18 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) of_weight[i][j] = of_bias[i][j] = 0.0f;
   FOR_UNITS(i, unit) {
-    if (HELD > 0 && WEIGHT) weights[i].read(a.weight, unit);
+    if (HELD > 0 && WEIGHT && !ALONE) weights[i].read(a.weight, unit);
     if (HELD == 0 && WEIGHT)
       for (int j = 0; j < kinds * UNIT; ++j) mine[j / UNIT * a.n + unit * UNIT + j % UNIT] = 0.0f;
   }
-  for (number begin = (number)blockIdx.x * ROWS; begin < a.rows; begin += (number)gridDim.x * ROWS) {
-    const bool is_there = begin + group < a.rows;
+  for (number begin = block * ROWS; begin < a.rows; begin += step) {
+    const bool is_there = ROWS == 1 || begin + group < a.rows;
     const number row = is_there ? begin + group : a.rows - 1, first = row * a.units;
     const float scale = load(a.saved_scale + row), mean = LAYER ? load(a.saved_mean + row) : 0.0f;
     Raw<DTYPE> x[KEPT], grad[KEPT];
     FOR_UNITS(i, unit) {
       if (HELD > 0) x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
+      if (ALONE) weights[i].read(a.weight, unit); /* ahead of the loop, the row would begin after it has come */
     }
     float along = 0.0f, sum = 0.0f;
     FOR_UNITS(i, unit) {

@@ -1,4 +1,4 @@
-"""Attention kernels under compute-sanitizer: no access beyond a tensor, no race, no read of what was never written."""
+"""Own kernels under compute-sanitizer: no access beyond a tensor, no race, no read of what was never written."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "sanitized_calls.py"
 ON_PAGES = PROGRAM.with_name("sanitized_paged_calls.py")
+FUSED = PROGRAM.with_name("sanitized_fused_calls.py")
 SANITIZER = shutil.which("compute-sanitizer")
 PARTS = min(12, os.cpu_count() or 1)
 
@@ -67,6 +68,17 @@ def test_the_kernel_for_pages_has_no_error(tmp_path):
     outputs(store, program=ON_PAGES)
     for tool in ("memcheck", "racecheck"):
         for text in outputs(store, tool, program=ON_PAGES):
+            assert "SUMMARY: 0 " in text, f"{tool}: {text[-6000:]}"
+
+
+@pytest.mark.timeout(600)
+def test_fused_kernels_have_no_error(tmp_path):
+    """`initcheck` would see what PyTorch's kernels of the references read."""
+    store = tmp_path / "plans"
+    store.mkdir(mode=0o700)
+    outputs(store, program=FUSED)
+    for tool in ("memcheck", "racecheck"):
+        for text in outputs(store, tool, program=FUSED):
             assert "SUMMARY: 0 " in text, f"{tool}: {text[-6000:]}"
 
 
