@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -19,6 +20,9 @@ import torch
 import cudnn_sdpa
 from cudnn_sdpa.graph import backend
 
+#: Seconds after which a worker says where it is.
+LONG = 60
+
 #: CUDA errors are sticky: everything that runs in the process afterwards fails, too.
 STICKY = ("CUDA error", "AcceleratorError", "CUDNN_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS", "misaligned address")
 
@@ -29,7 +33,9 @@ def work(connection: Connection, device: str) -> None:
     connection.send("ready")
     while (task := connection.recv()) is not None:
         started = time.monotonic()
+        faulthandler.dump_traceback_later(LONG)
         outcome = generators.attempt(*task, device)
+        faulthandler.cancel_dump_traceback_later()
         is_dead = outcome.kind == "crashed" and any(text in problem for problem in outcome.problems for text in STICKY)
         connection.send((asdict(outcome), time.monotonic() - started, is_dead))
         if is_dead:

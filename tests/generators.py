@@ -1015,8 +1015,10 @@ def gathered(pages: Tensor, table: list[list[int]], facts: dict[str, Any]) -> Te
     """Keys or values of all sequences, gathered from pages (pages, heads, page size, dim)."""
     whole = pages.new_zeros(len(table), pages.shape[1], facts["columns"] * facts["page"], pages.shape[3])
     for b, (row, length) in enumerate(zip(table, facts["kv"], strict=True)):
-        for j in range(length):
-            whole[b, :, j] = pages[row[j // facts["page"]], :, j % facts["page"]]
+        keys = torch.arange(length)
+        at = torch.tensor(row, dtype=torch.int64)[keys // facts["page"]], keys % facts["page"]
+        page, slot = (x.to(pages.device) for x in at)
+        whole[b, :, :length] = pages[page, :, slot].transpose(0, 1)
     return whole
 
 
@@ -1204,10 +1206,11 @@ class PagedVarlen(Attention):
                     if rows and facts["columns"]
                     else torch.empty(shape, dtype=torch.int32, device=device)
                 )
-            owned = torch.zeros(pages.shape[0], facts["page"], dtype=torch.bool, device=device)
+            owned = torch.zeros(pages.shape[0], facts["page"], dtype=torch.bool)
             for row, used in zip(rows, self._used(facts, options), strict=True):
-                for j in used:
-                    owned[row[j // facts["page"]], j % facts["page"]] = True
+                keys = torch.arange(used.start, used.stop)
+                owned[torch.tensor(row, dtype=torch.int64)[keys // facts["page"]], keys % facts["page"]] = True
+            owned = owned.to(device)
             nothing = torch.full((), math.nan, device=device).to(pages.dtype)
             bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[pages.element_size()]
             pages.view(bits).masked_fill_(~owned[:, None, :, None], int(nothing.view(bits)))

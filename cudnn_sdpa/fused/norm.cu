@@ -187,9 +187,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
 }
 
 #if BACKWARD
+#define KEEPS (ALONE && THREADS <= 512) /* more threads have too few registers to keep parts until the row is summed */
+
 /* A row's normalized numbers and their gradient, of one unit. */
 struct Parts {
   float normalized[UNIT], grad[UNIT], of_normalized[UNIT];
+
+  __device__ __forceinline__ void keep_all() {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) keep(normalized[j]), keep(grad[j]), keep(of_normalized[j]);
+  }
 };
 
 __device__ __forceinline__ Parts parts_of(
@@ -249,17 +256,20 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       if (ALONE) weights[i].read(a.weight, unit); /* ahead of the loop, the row would begin after it has come */
     }
     float along = 0.0f, sum = 0.0f;
+    Parts kept[KEPT];
     FOR_UNITS(i, unit) {
       if (HELD == 0) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
         if (WEIGHT) weights[i].read(a.weight, unit);
       }
-      const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
+      Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
+      if (KEEPS) parts.keep_all();
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
         along = fmaf(parts.of_normalized[j], parts.normalized[j], along);
         if (LAYER) sum += parts.of_normalized[j];
       }
+      if (KEEPS) kept[i] = parts;
     }
     along = sum_of_row(along, sums) * of_count;
     if (LAYER) sum = sum_of_row(sum, sums + THREADS / 32) * of_count;
@@ -273,7 +283,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       Raw<DTYPE> found;
       float of_x[UNIT];
       if (TOTAL) found.read(a.grad_total, first + unit), found.get(of_x);
-      const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
+      const Parts parts = KEEPS ? kept[i] : parts_of(a, x[i], grad[i], weights[i], mean, scale);
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
         const float of_total = TOTAL ? of_x[j] : 0.0f;

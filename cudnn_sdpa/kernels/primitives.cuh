@@ -56,6 +56,12 @@ __device__ __forceinline__ float rsqrt_fast(float x) {
   return found;
 }
 
+/* Keeps a number in its register: the compiler would compute it again where that is one instruction, which has to be
+ * fetched, too. */
+__device__ __forceinline__ void keep(float& x) {
+  asm volatile("" : "+f"(x));
+}
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float found;
   asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(bits));

@@ -189,6 +189,7 @@ static unsigned bits_of_float(float x) {
 static float exp2_fast(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }  // subnormal numbers are flushed
 
 static float divide_fast(float x, float y) { return x / y; }
+static void keep(float&) {}
 static float rsqrt_fast(float x) { return 1.0f / std::sqrt(x); }
 
 static float half_to_float(unsigned short bits) {
