@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
 }
 
 #if BACKWARD
-#define KEEPS (ALONE && THREADS <= 512) /* more threads have too few registers to keep parts until the row is summed */
+#define KEEPS (ALONE && THREADS <= 512) /* with more, a thread has too few registers to keep parts until the row is summed */
 
 /* A row's normalized numbers and their gradient, of one unit. */
 struct Parts {

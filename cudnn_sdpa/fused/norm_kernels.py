@@ -39,6 +39,9 @@ _AT_ONCE = 1024
 #: Rows of gradients that one block computes one after another, and the sums over them, without another kernel.
 _FEW_ROWS = 2
 
+#: Threads of that block if they can keep a row: more begin later, and have too few registers to keep what they compute.
+_FEW_THREADS = 512
+
 #: Threads and columns of a block that adds up what others have summed.
 _SUMMING, _COLUMNS = 512, 32
 
@@ -59,15 +62,13 @@ class Tiles(NamedTuple):
     threads: int
 
     @classmethod
-    def of(cls, layout: TensorLayout, *, numbers: int, processors: int, total: bool = False) -> Tiles:
-        """The tiles of rows (rows, n), of which a thread keeps as many numbers; `total` if they are sums."""
-        rows, length = layout.shape
-        size = layout.dtype.itemsize
+    def of(cls, layout: TensorLayout, *, numbers: int, spreads: bool) -> Tiles:
+        """The tiles of rows (rows, n), of which a thread keeps as many numbers; one unit if a row `spreads`."""
+        size, length = layout.dtype.itemsize, layout.shape[1]
         unit = math.gcd(length * size, ALIGNMENT) // size
         units = length // unit
         most = min(16, numbers // unit)
-        is_short = rows <= 2 * processors  # more threads then have more of memory on the way
-        wanted = units if is_short or (total and length * size > _LONG) else -(-units // most)
+        wanted = units if spreads else -(-units // most)
         of_row = min(_MAX_THREADS, max(_power(wanted), min(32, _power(units))))
         held = _power(-(-units // of_row))
         return cls(unit, of_row, held if held <= most else 0, max(of_row, _THREADS))
@@ -112,7 +113,8 @@ def own_norm(key: PlanKey) -> KernelProgram:
         name = "layer_norm" if layer else "rms_norm"
         own.refuse_without_fp8(f"{name}_fp8", key.target, name)
     total = "residual" in layouts
-    tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key), total=total)
+    is_long = total and x.shape[1] * x.dtype.itemsize > _LONG
+    tiles = Tiles.of(x, numbers=_HELD, spreads=is_long or _are_few(key, x))
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
     results = ["out", *["of_rows"] * bool(fp8), *["total"] * total]
     results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
@@ -131,12 +133,16 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     """The gradients of normalized rows: by one kernel, and one more for sums over the rows of several blocks."""
     layouts, options = _layouts(key), key.option_values
     x, layer, weight = layouts["x"], bool(options["layer"]), _weight_dtype(layouts)
-    tiles = Tiles.of(x, numbers=_HELD_BACKWARD, processors=_processors(key))
     kinds, length, sums = 1 + layer, x.shape[1], "weight" in layouts
+    of_one = sums and x.shape[0] <= _FEW_ROWS
+    if of_one and length <= _HELD * _FEW_THREADS:
+        tiles = Tiles.of(x, numbers=_HELD, spreads=False)
+    else:
+        tiles = Tiles.of(x, numbers=_HELD_BACKWARD, spreads=_are_few(key, x))
     blocks = min(-(-x.shape[0] // tiles.rows), _processors(key) * max(1, _AT_ONCE // tiles.threads))
     if not tiles.held:  # their sums are in memory: at most half as much as x
         blocks = max(1, min(blocks, x.shape[0] // 8))
-    elif sums and x.shape[0] <= _FEW_ROWS:
+    elif of_one:
         blocks = 1
     is_alone = bool(tiles.held and sums and blocks == 1)
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
@@ -163,6 +169,11 @@ def _layouts(key: PlanKey) -> dict[str, TensorLayout]:
 
 def _weight_dtype(layouts: Mapping[str, TensorLayout]) -> torch.dtype:
     return layouts.get("weight", layouts.get("bias", layouts["x"])).dtype
+
+
+def _are_few(key: PlanKey, x: TensorLayout) -> bool:
+    """Whether rows are so few that more threads have more of memory on the way."""
+    return x.shape[0] <= 2 * _processors(key)
 
 
 def _processors(key: PlanKey) -> int:

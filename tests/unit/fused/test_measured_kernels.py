@@ -91,11 +91,14 @@ def test_one_gradient_of_a_gate_leaves_no_trace_of_the_other():
         torch.testing.assert_close(found.double(), right, **CLOSE[F32])
 
 
-def program_of(operation, shape, dtype, **options):
-    """The program of rows of this shape, with a weight."""
+def program_of(operation, shape, dtype, *, sums=False, **options):
+    """The program of rows of this shape, with a weight, and with a residual if they are `sums`."""
     x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[-1:], dtype=dtype, device="meta")
     given = {"grad": x} if operation is norm_kernels.own_norm_gradients else {}
     results = [x, weight] if given else [x]
+    if sums:
+        given["residual"] = x
+        results.append(x)
     key = own.key_of(
         operation, {**given, "x": x, "weight": weight, "scale": 1.0}, results, options, target=TARGET, device=None
     )
@@ -118,7 +121,7 @@ def test_gradients_of_few_rows(rows, n, dtype):
     bias = torch.randn(n).to(dtype)
     assert_by_own_kernels(layer_norm, x, weight.to(dtype), bias, sums=True)
     program = program_of(norm_kernels.own_norm_gradients, (rows, n), dtype, layer=False, activation=None)
-    tiles = norm_kernels.Tiles.of(TensorLayout.contiguous((rows, n), dtype), numbers=8, processors=132)
+    tiles = norm_kernels.Tiles.of(TensorLayout.contiguous((rows, n), dtype), numbers=8, spreads=True)
     is_alone = rows <= max(2, tiles.rows)
     assert [call.kernel.name for call in program.calls] == ["gradients", *["sum_blocks"] * (not is_alone)]
     assert bool(program.workspace) == (not is_alone)
@@ -131,10 +134,12 @@ def test_sums_of_long_rows(n):
     weight = torch.rand(n).to(BF16) + 0.5
     of_sum = lambda f, x, r, w: f(x, w, residual=r)  # noqa: E731
     assert_by_own_kernels(rms_norm, x, residual, weight, call=of_sum, target=TWO_PROCESSORS, sums=True)
-    layout = TensorLayout.contiguous((5, n), BF16)
-    plain, of_sum = (norm_kernels.Tiles.of(layout, numbers=16, processors=2, total=total) for total in (False, True))
-    assert of_sum.of_row == (256 if n == 4096 else 1024)
-    assert plain.of_row == {4096: 256, 4104: 512, 8192: 512, 16384: 1024}[n]
+    plain, of_sum = (
+        program_of(norm_kernels.own_norm, (500, n), BF16, sums=sums, layer=False, activation=None).knobs["threads"]
+        for sums in (False, True)
+    )
+    assert of_sum == (256 if n == 4096 else 1024)
+    assert plain == {4096: 256, 4104: 512, 8192: 512, 16384: 1024}[n]
 
 
 # The choice.
