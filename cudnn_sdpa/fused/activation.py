@@ -33,11 +33,12 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
     """
-    find = silu_mul_rows.calls.find
-    if find is not None and up is not None and not is_compiling():
-        known = find(gate, up)
-        if known is not MISSED:
-            return known  # type: ignore[no-any-return]
+    if not is_compiling():
+        find = silu_mul_rows.calls.find
+        if find is not None and up is not None:
+            known = find(gate, up)
+            if known is not MISSED:
+                return known  # type: ignore[no-any-return]
     out: Tensor = silu_mul_rows.run((gate,) if up is None else (gate, up), {})
     return out
 

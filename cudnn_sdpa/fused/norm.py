@@ -99,9 +99,9 @@ def rms_norm(
         eps = checked_eps(eps)
     if zero_centered is not False:
         zero_centered = checked_flag("zero_centered", zero_centered)
-    elif residual is None and activation is None:
+    elif residual is None and activation is None and not compiles:
         find = rms_norm_rows.calls.find
-        if find is not None and not compiles:
+        if find is not None:
             known = find(x, weight, eps)
             if known is not MISSED:
                 return known  # type: ignore[no-any-return]

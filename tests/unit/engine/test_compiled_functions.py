@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_way import native_way
 
 from cudnn_sdpa import conv2d, graph_op, sdpa, silu_mul
 from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations, trained
@@ -39,6 +40,17 @@ def test_growing_sizes_compile_as_often_as_pytorch(name, trains):
     ours, theirs = map(compilations, functions)
     assert ours <= theirs
     assert ours == 2  # static, then dynamic
+
+
+@pytest.mark.parametrize("name", EQUIVALENTS)
+def test_a_native_module_that_is_loaded_later_compiles_nothing_again(name):
+    """It may be compiled in the background for half a minute."""
+    pair = EQUIVALENTS[name]
+    function, inputs = compiled(pair.ours), pair.inputs(0, torch.randn)
+    function(*inputs)
+    with native_way():
+        function(*inputs)
+    assert compilations(function) == 1
 
 
 @pytest.mark.sample(3)
