@@ -40,6 +40,7 @@ NOT_OURS = {
     "smem": "head dims are at most 256",
     "nvfp4": "no kernel reads NVFP4",
     "unsupported_dropout_combine": "of xFormers' operators",
+    "splitk_rowwise_fp8": "of xFormers' operators",
     "wrong_strides": "of xFormers' operators",
     "dispatch_decoding": "of xFormers' operators",
     "TestAttnBias::test_f16_biasf32": "biases may have another dtype here",
@@ -282,7 +283,7 @@ def as_xformers(device: str) -> None:
     fmha.ALL_FW_OPS[:] = [type("FwOp", (fmha.cutlass.FwOp,), {**common, "NAME": "cudnn_sdpa"})]
     fmha.ALL_BW_OPS[:] = [type("BwOp", (fmha.cutlass.BwOp,), {**common, "NAME": "cudnn_sdpaB"})]
     reasons = fmha.common.AttentionOpBase.not_supported_reasons.__func__
-    of_devices = ("device=", "bf16 is", "operator wasn't built", "requires device")
+    of_devices = ("device=", "bf16 is", "operator wasn't built", "requires device", "xFormers wasn't build")
     fmha.common.AttentionOpBase.not_supported_reasons = classmethod(
         lambda cls, inputs: [x for x in reasons(cls, inputs) if not x.startswith(of_devices)]
     )

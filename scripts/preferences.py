@@ -28,7 +28,7 @@ from cudnn_sdpa.plans.providers import CUDNN, FLASH4
 
 TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
-DECODE, CHUNKS, PROVIDERS = "decode-h100", "decode-h100", "providers-h100"
+DECODE, CHUNKS, PROVIDERS = "decode-h100", "decode-flash4-h200", "providers-h100"
 #: Files of the other functions, and the parts of these.
 FUSED = {
     "norms": ("fused-norms-h200", "norms"),

@@ -198,6 +198,9 @@ def test_the_pages_name_existing_parts(tables):
     parts["distributed-tensor"] = {DistributedPart.TENSOR.value}  # later, with two all-reduces a pass, also compiled
     parts["distributed"] -= parts["distributed-tensor"]
     parts["distributed-weak"] = {DistributedPart.WEAK.value}  # on other GPUs
+    parts["decode-flash4"] = {
+        DecodePart.STEPS.value
+    }  # beside FlashAttention-4, on another GPU than beside FlashAttention-3
     parts["peers"].add("machine")
     for file in ("fp8", "decode", "norm", "silu"):
         parts[file] -= {"host"}  # last measured without the native module
