@@ -271,9 +271,9 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       }
       if (KEEPS) kept[i] = parts;
     }
+    if (OF_ROW > 32 && begin != block * ROWS) __syncthreads(); /* all have read the sums of the row before */
     along = sum_of_row(along, sums) * of_count;
     if (LAYER) sum = sum_of_row(sum, sums + THREADS / 32) * of_count;
-    if (OF_ROW > 32) __syncthreads(); /* the next row's sums go there */
     if (!is_there) continue; /* the last rows of a block, which wait for no others any more */
     FOR_UNITS(i, unit) {
       if (HELD == 0) {

@@ -143,9 +143,9 @@ __device__ __forceinline__ float over_threads(float x, float* parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = threads > 32 ? threads / 32 : 1;
   if (lane == 0) parts[warp] = x;
   __syncthreads();
-  x = lane < warps ? parts[threadIdx.x / threads * warps + lane] : 0.0f;
+  x = parts[threadIdx.x / threads * warps + lane % warps]; /* there are at most 32: each part is in several lanes */
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
+  for (int apart = warps / 2; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
   return x;
 }
 
