@@ -5,7 +5,8 @@
  * residual is added to the rows. FP8: 1 if the result is in E4M3 with a scale for each row, 2 if it is with a given one.
  *
  * BACKWARD: gradients, whose code says what there is, as little code counts in calls of one block: WEIGHT; SILU behind
- * the norm; TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the weight.
+ * the norm; TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the weight: 1 if
+ * it has all rows at once, 2 if it takes them one after another.
  * Other macros: see rows.cuh.
  */
 #include "rows.cuh"
@@ -246,7 +247,8 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
     if (HELD == 0 && WEIGHT)
       for (int j = 0; j < kinds * UNIT; ++j) mine[j / UNIT * a.n + unit * UNIT + j % UNIT] = 0.0f;
   }
-  for (number begin = block * ROWS; begin < a.rows; begin += step) {
+  number begin = block * ROWS;
+  do {
     const bool is_there = ROWS == 1 || begin + group < a.rows;
     const number row = is_there ? begin + group : a.rows - 1, first = row * a.units;
     const float scale = load(a.saved_scale + row), mean = LAYER ? load(a.saved_mean + row) : 0.0f;
@@ -254,6 +256,11 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
     FOR_UNITS(i, unit) {
       if (HELD > 0) x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
       if (ALONE) weights[i].read(a.weight, unit); /* ahead of the loop, the row would begin after it has come */
+    }
+    if (ALONE == 2 && begin == 0) { /* the other rows are on their way, too */
+#pragma unroll 1
+      for (number other = ROWS + group; other < a.rows; other += ROWS)
+        FOR_UNITS(i, unit) fetch<DTYPE>(a.x, other * a.units + unit), fetch<DTYPE>(a.grad, other * a.units + unit);
     }
     float along = 0.0f, sum = 0.0f;
     Parts kept[KEPT];
@@ -271,7 +278,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       }
       if (KEEPS) kept[i] = parts;
     }
-    if (OF_ROW > 32 && begin != block * ROWS) __syncthreads(); /* all have read the sums of the row before */
+    if (OF_ROW > 32 && ALONE != 1 && begin != block * ROWS) __syncthreads(); /* all have read the sums of the row before */
     along = sum_of_row(along, sums) * of_count;
     if (LAYER) sum = sum_of_row(sum, sums + THREADS / 32) * of_count;
     if (!is_there) continue; /* the last rows of a block, which wait for no others any more */
@@ -300,7 +307,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       found.set(of_x);
       found.write(a.out, first + unit);
     }
-  }
+  } while (ALONE != 1 && (begin += step) < a.rows);
   if (HELD == 0 || !WEIGHT) return;
   typedef Dtype<WDTYPE>::element element;
 #pragma unroll

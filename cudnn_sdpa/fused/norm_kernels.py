@@ -37,7 +37,7 @@ _LONG = 8192
 _AT_ONCE = 1024
 
 #: Rows of gradients that one block computes one after another, and the sums over them, without another kernel.
-_FEW_ROWS = 2
+_FEW_ROWS = 4
 
 #: Threads of that block if they can keep a row: more begin later, and have too few registers to keep what they compute.
 _FEW_THREADS = 512
@@ -146,7 +146,8 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
         blocks = 1
     is_alone = bool(tiles.held and sums and blocks == 1)
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
-    has = {"WEIGHT": sums, "SILU": options["activation"] == "silu", "TOTAL": "grad_total" in layouts, "ALONE": is_alone}
+    passes = 0 if not is_alone else 1 if x.shape[0] <= tiles.rows else 2
+    has = {"WEIGHT": sums, "SILU": options["activation"] == "silu", "TOTAL": "grad_total" in layouts, "ALONE": passes}
     others = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "BACKWARD": 1}
     kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer, others=others)
     calls = [

@@ -26,6 +26,10 @@ __device__ __forceinline__ vec4 load(const vec4* from) {
   return {found.x, found.y, found.z, found.w};
 }
 
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 template <class T>
 __device__ __forceinline__ void store(T* to, T value) {
   *to = value;

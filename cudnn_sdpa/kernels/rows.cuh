@@ -104,6 +104,12 @@ struct Raw {
   }
 };
 
+/* Has a unit come from memory into the cache. */
+template <int dtype>
+__device__ __forceinline__ void fetch(const void* base, number unit) {
+  prefetch((const typename Dtype<dtype>::element*)base + unit * UNIT);
+}
+
 __device__ __forceinline__ float float_of(number bits) {
   return float_of_bits((unsigned)bits);
 }

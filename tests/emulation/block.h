@@ -190,6 +190,7 @@ static float exp2_fast(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }  /
 
 static float divide_fast(float x, float y) { return x / y; }
 static void keep(float&) {}
+static void prefetch(const void*) {}
 static float rsqrt_fast(float x) { return 1.0f / std::sqrt(x); }
 
 static float half_to_float(unsigned short bits) {

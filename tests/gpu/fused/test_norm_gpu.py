@@ -89,7 +89,7 @@ def test_layer_norm(shape, dtype):
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("size", [64, 1001, 4096, 8192, 16384])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_gradients_of_few_rows(rows, size, dtype):
