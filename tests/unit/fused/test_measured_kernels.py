@@ -110,7 +110,7 @@ def program_of(operation, shape, dtype, *, sums=False, **options):
 @pytest.mark.parametrize("n", [64, 100, 1001, 4096])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5])
 def test_gradients_of_few_rows(rows, n, dtype):
-    """Up to four rows, or as many short ones as a block has, take one kernel, which writes the weight's gradient too."""
+    """Up to four rows, or as many short ones as a block has, take one kernel, the gradient of the weight included."""
     for shift, activation in itertools.product((False, True), (None, "silu")):
         x, residual = (torch.randn(rows, n).to(dtype) for _ in range(2))
         weight = torch.rand(n).to(F32 if shift else dtype) + 0.5
