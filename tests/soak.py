@@ -34,7 +34,9 @@ from native_way import native_way
 from torch import Tensor
 
 import cudnn_sdpa
+from benchmarks.tools.ways import recorders
 from cudnn_sdpa import UnsupportedError, plan_cache
+from cudnn_sdpa.engine.recorded import recorder
 from cudnn_sdpa.graph import backend
 
 #: Rounds between readings of memory. Whatever is kept for each call grows in all of them.
@@ -52,6 +54,9 @@ LAST_RESORT = 120.0
 MAX_FAULTS = 20
 #: Calls before the first reading.
 WARM_UP = 500
+#: Kinds of calls that threads make at the same time, so that each comes back before its plan is evicted, and for how
+#: many seconds.
+AT_ONCE, TURN = 10, 2.0
 
 Step = Callable[[], object]
 
@@ -175,6 +180,7 @@ class Soak:
     faults: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
     under_way: dict[int, tuple[str, float]] = field(default_factory=dict)
+    recorded: Counter[str] = field(default_factory=Counter)
 
     def note(self, fault: str) -> None:
         """Keeps a fault, and prints it at once: what follows may never end."""
@@ -186,7 +192,8 @@ class Soak:
         r, is_gpu = random.Random(seed), self.device == "cuda"
         streams = [torch.cuda.Stream() for _ in range(2)] if is_gpu else []
         while not self.over.is_set() and len(self.faults) < MAX_FAULTS:
-            call = r.choice(calls)
+            turn = int(time.monotonic() / TURN) * AT_ONCE
+            call = calls[(turn + r.randrange(AT_ONCE)) % len(calls)]
             self.under_way[seed] = call.name, time.monotonic()
             try:
                 with torch.cuda.stream(r.choice([*streams, None])) if is_gpu else contextlib.nullcontext():
@@ -212,8 +219,9 @@ class Soak:
     def evict(self, seed: int) -> None:
         """Makes the plan cache smaller and larger, and empties it."""
         r, size = random.Random(seed), plan_cache.info().capacity
-        while not self.over.wait(0.02 if self.device == "cpu" else 0.2):
+        while not self.over.wait(0.02 if self.device == "cpu" else 0.4):
             self.under_way[seed] = "eviction", time.monotonic()
+            self.recorded.update(each.name for each in recorders() if not each.why_not)
             plan_cache.resize(r.choice([1, 2, 4, 8, 64]))
             if r.random() < 0.2:
                 plan_cache.clear()
@@ -261,6 +269,7 @@ def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[st
         "seconds": seconds,
         "calls": dict(sorted(found.counts.items())),
         "builds": info.builds - builds,
+        "recorded plans at evictions": dict(sorted(found.recorded.items())),
         "faults": found.faults,
     }
 
@@ -290,6 +299,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     names, report = given.only or list(OPERATIONS), {"versions": versions(given.device), "native": not given.python}
+    recorder.MIN_CALLS = 0  # plans are recorded at once
     with native_way(on=not given.python), cudnn_sdpa.use_plan_store("off"):
         if given.calls:
             report["memory"] = memory(names, given.calls, given.device)

@@ -27,6 +27,7 @@ def environment() -> dict[str, str]:
     return {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if has_gpu else "none",
+        "cpu": cpu_name(),
         "cudnn_sdpa": __version__,
         "cudnn": backend.version_string(backend.cudnn_version()),
         "nvidia-cudnn-frontend": backend.frontend_version(),
@@ -35,6 +36,16 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         **flash_attention.versions(),
     }
+
+
+def cpu_name() -> str:
+    """As Linux has it, which host times depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def write(path: Path, name: str, results: Mapping[str, list[Row]]) -> None:

@@ -213,8 +213,7 @@ class GraphFunction(GraphDefinition):
         values, static = self.arguments(operands, options)
         trains = needs_gradient(*_tensors(values))
         if trains and self.backward is None:
-            reasons = ["an operand requires grad, and the operation has no backward="]
-            raise UnsupportedError(f"the gradient of {self.__name__}", reasons, "torch.no_grad()")
+            raise self._without_gradients()
         values = self.as_readable(values, static)
         if is_compiling():
             return self._returned(self._by_operator(values, static), trains=trains)
@@ -242,6 +241,12 @@ class GraphFunction(GraphDefinition):
     def _by_operator(self, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
         results: Sequence[Tensor] = torch.ops.cudnn_sdpa.graph_function(self.token, *encoded(values, static))
         return results
+
+    def _without_gradients(self) -> UnsupportedError:
+        is_ours = self.__module__.partition(".")[0] == __name__.partition(".")[0]
+        why = "it is for inference" if is_ours else "the operation has no backward="
+        reason = f"an operand requires grad, and {why}"
+        return UnsupportedError(f"the gradient of {self.__name__.removesuffix('_rows')}", [reason], "torch.no_grad()")
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
         tensors = self._named(self.arguments(operands, options)[0])
@@ -446,7 +451,11 @@ class GraphFunction(GraphDefinition):
             local = sharding.local_arguments(self.__name__, self.ways, self._named(checked))
             checked = tuple(local.values())
         tensors = _tensors(checked)
-        trains = needs_gradient(*tensors) and self.backward is not None
+        trains = needs_gradient(*tensors)
+        if trains and self.backward is None:
+            return Description.refused(
+                self, self._without_gradients(), tensors[0].get_device() if tensors[0].is_cuda else None
+            )
         values = tuple(without_memory(x) if isinstance(x, Tensor) else x for x in checked)
         with torch.no_grad():
             forward = self._describe(values, static, tensors[0].get_device() if tensors[0].is_cuda else None)

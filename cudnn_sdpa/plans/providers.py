@@ -114,16 +114,16 @@ def providers(*names: Provider) -> ProvidersUse:
 
     `sdpa_paged`, norms and gates have the first three. `sdpa` and the drop-in have own kernels: those of
     `kernels.attention`, which take float32 without TF32, any head dim (above 128 with memory for all scores) and any
-    strides, and are deterministic; they have masks, the log-sum-exp and gradients, but no other option. Calls of other
-    functions have kernels of one provider, and are not concerned.
+    strides, and are deterministic; they have masks, the log-sum-exp and gradients, but no other option. A function
+    for which none of the named providers has kernels is served as if "cudnn" were named.
 
     Providers change no meaning of a call, and its results by rounding alone. Each pass of a call chooses for itself.
-    `explain` says who serves a call, and why. A call for which none of the named providers has a kernel raises
-    `UnsupportedError`.
+    `explain` says who serves a call, and why. A call that each of the named providers
+    that have kernels for its function declines raises `UnsupportedError`.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Calls find their plans again
     when it changes; those that other threads make meanwhile may take either. Without a call, the environment variable
-    `CUDNN_SDPA_PROVIDERS` names the providers, as in `cudnn,own`.
+    `CUDNN_SDPA_PROVIDERS` names the providers, as in `fa4,default`.
 
     Args:
         *names: "default", "cudnn", "own", "fa4", "frontend" or "fastest", in order of preference.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
+from cudnn_sdpa.engine.recorded import recorder
 from cudnn_sdpa.graph import backend
 
 HERE = Path(__file__).parent
@@ -53,8 +54,12 @@ _share_gpus()  # before anything initializes CUDA
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Calls take the native way; with CUDNN_SDPA_TEST_NATIVE=off Python's. Without a GPU, tests beside these choose."""
+    """Calls take the native way; with CUDNN_SDPA_TEST_NATIVE=off Python's. Without a GPU, tests beside these choose.
+
+    Plans are recorded from their first native launch on: few tests make the hundred calls that it takes otherwise.
+    """
     if torch.cuda.is_available():
+        recorder.MIN_CALLS = 0
         os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "on")
 
 

@@ -66,12 +66,13 @@ class Recorder:
     """The recording of one plan. It holds no plan: each call gives it.
 
     Attributes:
+        name: The plan's operation.
         native: The launches in the native module.
         why_not: Why cuDNN launches the plan; empty if it does not.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
-        self._name = name
+        self.name = name
         self.native: Any = module.Recorded()
         self.why_not = NOT_YET
         self.native.calls_before = 0 if loader.recorded_mode() == loader.VERIFY else MIN_CALLS
@@ -184,11 +185,11 @@ class Recorder:
     def _serve(self) -> None:
         self.native.is_serving, self.why_not, self._stage = True, "", Recorder._verify
         self.native.is_watched = loader.recorded_mode() == loader.VERIFY
-        _log.info("%s is launched %s", self._name, self)
+        _log.info("%s is launched %s", self.name, self)
 
     def _leave(self, why: str, level: int = logging.INFO) -> None:
         self.why_not, self._stage, self.native.is_watched = why, Recorder._wait, False
-        _log.log(level, "%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
+        _log.log(level, "%s is launched by cuDNN, and not as recorded, because %s", self.name, why)
 
     def _verify(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
