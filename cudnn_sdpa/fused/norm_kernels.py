@@ -140,8 +140,8 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     else:
         tiles = Tiles.of(x, numbers=_HELD_BACKWARD, spreads=_are_few(key, x))
     blocks = min(-(-x.shape[0] // tiles.rows), _processors(key) * max(1, _AT_ONCE // tiles.threads))
-    if not tiles.held:  # their sums are in memory: at most half as much as x
-        blocks = max(1, min(blocks, x.shape[0] // 8))
+    if not tiles.held:  # their sums are in memory: of many rows a fraction of x
+        blocks = min(blocks, max(_processors(key), x.shape[0] // 8))
     elif of_one:
         blocks = 1
     is_alone = bool(tiles.held and sums and blocks == 1)

@@ -92,10 +92,10 @@ def choice(
         target: The GPU.
         shape: That of a result, (..., n) or ().
         is_backward: Whether these are gradients.
-        has_engine: Whether cuDNN has an engine for the call.
+        has_engine: Whether cuDNN surely has an engine for the call.
     """
     row = preference(function, target, shape, is_backward=is_backward)
-    lacked = f"{_WORDS[OWN]}: cuDNN has no engine for these rows"
+    lacked = f"{_WORDS[OWN]}: for some rows like these cuDNN has no engine"
     for name in providers.Setting.names or providers.active():
         if name == OWN or (name == CUDNN and has_engine):
             return name, f"{_WORDS[name]}, by providers({name!r})"

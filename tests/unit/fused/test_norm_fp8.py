@@ -11,7 +11,7 @@ import torch
 from fake_gpu import TARGET, gpu_on_the_cpu
 
 import cudnn_sdpa
-from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, layer_norm_fp8, rms_norm_fp8
+from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, explain, layer_norm_fp8, rms_norm_fp8
 
 LENGTHS = (1, 2, 8, 48, 1000, 4096, 20_000)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -138,3 +138,16 @@ def test_explain_shows_the_kernel():
     text = str(cudnn_sdpa.explain(layer_norm_fp8, x, scale=torch.ones(1)))
     assert "the amax of all rows" in text
     assert "own kernels" in text
+
+
+def test_gradients_are_refused_in_the_functions_name():
+    x, ones = torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True), torch.ones(64, dtype=torch.bfloat16)
+    for function, given in ((rms_norm_fp8, (x,)), (layer_norm_fp8, (x, ones, ones))):
+        expected = (
+            rf"the gradient of {function.__name__} is not supported here:\n  - .* requires grad, .* for inference"
+        )
+        with pytest.raises(UnsupportedError, match=expected):
+            function(*given)
+        report = explain(function, *given)
+        assert not report.supported
+        assert "an operand requires grad, and it is for inference" in report.reasons
