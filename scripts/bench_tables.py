@@ -66,6 +66,7 @@ def machine(versions: dict[str, str]) -> str:
     packages = [f"{FLASH_ATTENTION[name]} ({name} {versions[name]})" for name in FLASH_ATTENTION if name in versions]
     parts = [
         versions["gpu"],
+        *filter(None, [versions.get("cpu")]),
         f"cuDNN {versions['cudnn']}",
         f"frontend {versions['nvidia-cudnn-frontend']}",
         f"PyTorch {versions['torch']}",
