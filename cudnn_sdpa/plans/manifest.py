@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa._version import __version__
@@ -155,9 +156,11 @@ def target_of(x: Tensor) -> Target | None:
 
 
 @contextmanager
-def recorded_as(key_of: Callable[[Target], PlanKey]) -> Iterator[None]:
-    """Records one plan, of the kernel that a GPU runs in place of the operators that run here."""
-    recording = [each for each in recordings.active if not each.is_paused]
+def recorded_as(key_of: Callable[[Target], PlanKey], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Records one plan, of the kernel that a GPU runs in place of the operators that run here on these tensors."""
+    # Operators refuse float64 themselves.
+    is_recorded = all((x.is_cpu or x.is_meta) and x.dtype != torch.float64 for x in tensors)
+    recording = [each for each in recordings.active if is_recorded and not each.is_paused]
     for each in recording:
         each.keys.append(key_of(each.target))
         each.is_paused = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,6 +97,7 @@ def rope_append_paged_kv(
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
         UnsupportedError: A tensor requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -223,8 +223,7 @@ def _first(call: RopeAppendCall) -> Tensor:
         return _by_two_operations(of_rotation, options, appended)
     tensors = list(call.tensors.values())
     if not (all(x.is_cuda for x in tensors) and can_bypass_dispatcher(*tensors, may_cast=False)):
-        is_elsewhere = all((x.is_cpu or x.is_meta) and x.dtype != torch.float64 for x in tensors)
-        with recorded_as(lambda target: _key(call, target, None)) if is_elsewhere else nullcontext():
+        with recorded_as(lambda target: _key(call, target, None), tensors):
             return _by_two_operations(of_rotation, options, appended)
     if value_checks.enabled:
         append.check_values(appended)

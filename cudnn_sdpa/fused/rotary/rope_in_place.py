@@ -68,6 +68,7 @@ def rope_(
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
         UnsupportedError: A tensor requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -202,11 +203,10 @@ def _key(values: tuple[Value, ...], options: Options, target: Target, device: in
 
 
 def _recorded(operands: tuple[Value, ...], options: Options) -> AbstractContextManager[None]:
-    """Records the plan of a checked call on other devices than a GPU."""
+    """Records the kernel's plan where `rope` runs in its place."""
     if recordings.active:
         values, options = rope_rows.arguments(operands, options)
-        tensors = [x for x in values if isinstance(x, Tensor)]
-        is_elsewhere = all((x.is_cpu or x.is_meta) and x.dtype != torch.float64 for x in tensors)
-        if is_elsewhere and _is_for_kernel(values, options):
-            return recorded_as(lambda target: _key(values, options, target, None))
+        if _is_for_kernel(values, options):
+            tensors = [x for x in values if isinstance(x, Tensor)]
+            return recorded_as(lambda target: _key(values, options, target, None), tensors)
     return nullcontext()
