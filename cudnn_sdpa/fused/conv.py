@@ -17,8 +17,9 @@ from cudnn_sdpa.fused.checks import check_activation
 from cudnn_sdpa.fused.conv_graphs import ACTIVATIONS, Sizes, along_batch, channels_last, convolution, sizes_of
 from cudnn_sdpa.fused.encoding import Options
 from cudnn_sdpa.graph.scalars import as_index, is_compiling
-from cudnn_sdpa.graph.target import Target, target_of
+from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.manifest import target_of
 from cudnn_sdpa.plans.preferences import rows_of
 
 #: Channels in 16 bytes of bfloat16.

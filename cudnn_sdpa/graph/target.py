@@ -6,7 +6,6 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,15 +102,6 @@ def live_properties(device: int) -> DeviceProperties:
 @functools.cache
 def live_target(device: int) -> Target:
     return Target.from_properties(live_properties(device))
-
-
-#: The GPU for which calls on other tensors record plans; see `record_plans`.
-recorded_for: ContextVar[Target | None] = ContextVar("recorded_for", default=None)
-
-
-def target_of(x: torch.Tensor) -> Target | None:
-    """The GPU that a tensor's calls are planned for, if there is one."""
-    return live_target(x.get_device()) if x.is_cuda else recorded_for.get()
 
 
 @functools.cache

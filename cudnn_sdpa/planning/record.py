@@ -22,9 +22,9 @@ from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphFunction, decoded
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.target import Target, load_properties, recorded_for
+from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.manifest import PlanManifest
+from cudnn_sdpa.plans.manifest import PlanManifest, Recording, recordings
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -67,13 +67,15 @@ def record_plans(target: str | None = None) -> AbstractContextManager[PlanManife
 def _recorded(recorder: _Recorder | None) -> Iterator[PlanManifest]:
     manifest = PlanManifest()
     used: list[PlanKey] = []
-    before = recorded_for.set(recorder.target if recorder else None)
+    before = recordings.active
+    if recorder:
+        recordings.active = (*before, recorder.recording)
     try:
         with plan_cache.watch_uses() as used, recorder or nullcontext():
             yield manifest
     finally:  # also when a server is interrupted
-        recorded_for.reset(before)
-        recorded = PlanManifest.of([*used, *(recorder.keys if recorder else ())])
+        recordings.active = before
+        recorded = PlanManifest.of([*used, *(recorder.recording.keys if recorder else ())])
         manifest.plans, manifest.recorded_on = recorded.plans, recorded.recorded_on
     if recorder is None and not used and not torch.cuda.is_available():
         _log.warning(
@@ -92,13 +94,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, target: Target) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.target = target
-        self.keys: list[PlanKey] = []
+        self.target, self.recording = target, Recording(target)
         self.operators: dict[str, Callable[..., object]] = {"graph_function": decoded(self._graph)}
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
-        if name not in WITHOUT_PLANS and _is_without_gpu(args):
+        if name not in WITHOUT_PLANS and not self.recording.is_paused and _is_without_gpu(args):
             if name not in self.operators:
                 implementations(name)  # operations are imported when they are first used
                 for operation in OPERATIONS.values():
@@ -108,7 +109,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
     def _record(self, keys: Iterable[PlanKey]) -> tuple[Tensor, ...]:
-        self.keys += keys
+        self.recording.keys += keys
         return ()  # in place of the results, which are unused
 
     def _graph(self, function: GraphFunction, values: Sequence[Value], static: Options) -> tuple[Tensor, ...]:

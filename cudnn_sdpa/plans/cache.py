@@ -436,7 +436,7 @@ class CallTable(Generic[EntryT]):
 def load_plan(key: PlanKey) -> Plan | None:
     """The plan of `key` from the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
     store = _store()
-    if store is None:
+    if store is None or key.provider is not None:  # kernels of others than cuDNN are stored, but no plans of them
         return None
     only_tuned = bool(autotune.in_force) and not autotune.not_tunable(key)
     if only_tuned and key in autotune.offered:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError
@@ -13,7 +19,7 @@ from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import JsonObject
-from cudnn_sdpa.graph.target import Target, read_text
+from cudnn_sdpa.graph.target import Target, live_target, read_text
 
 #: Format version; changes when files of older versions could be misread.
 VERSION = 1
@@ -115,3 +121,51 @@ def _check_numbers(plan: JsonObject) -> None:
                 raise ValueError(f"{operand['name']}: {number!r} where an integer of 64 bits is expected")
         if len(layout["shape"]) != len(layout["stride"]):
             raise ValueError(f"{operand['name']}: {len(layout['shape'])} sizes and {len(layout['stride'])} strides")
+
+
+# Plans for a GPU that is not there.
+
+
+@dataclass(eq=False)
+class Recording:
+    """Keys of the plans that a thread's calls would use on a GPU.
+
+    Attributes:
+        is_paused: Whether operators are those of a call whose one plan is among the keys.
+    """
+
+    target: Target
+    keys: list[PlanKey] = field(default_factory=list)
+    is_paused: bool = False
+
+
+class _Recordings(threading.local):
+    """Those of this thread, the outermost first."""
+
+    active: tuple[Recording, ...] = ()
+
+
+recordings = _Recordings()
+
+
+def target_of(x: Tensor) -> Target | None:
+    """The GPU that a tensor's calls are planned for, if there is one."""
+    if x.is_cuda:
+        return live_target(x.get_device())
+    return recordings.active[-1].target if recordings.active else None
+
+
+@contextmanager
+def recorded_as(key_of: Callable[[Target], PlanKey], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Records one plan, of the kernel that a GPU runs in place of the operators that run here on these tensors."""
+    # Operators refuse float64 themselves.
+    is_recorded = all((x.is_cpu or x.is_meta) and x.dtype != torch.float64 for x in tensors)
+    recording = [each for each in recordings.active if is_recorded and not each.is_paused]
+    for each in recording:
+        each.keys.append(key_of(each.target))
+        each.is_paused = True
+    try:
+        yield
+    finally:
+        for each in recording:
+            each.is_paused = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +13,36 @@ from cudnn_sdpa.attention.paged.append import AppendCall, count_write, write_tok
 from cudnn_sdpa.attention.paged.arguments import PageLayout
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine import value_checks
-from cudnn_sdpa.engine.dispatch_state import can_be_recognized, can_bypass_dispatcher, is_batch, needs_gradient
-from cudnn_sdpa.engine.launch import NOT_A_CALL, BoundPlan, LaunchExtras, items_by_name, layout_signature, new_tensor
+from cudnn_sdpa.engine.dispatch_state import (
+    can_be_recognized,
+    can_bypass_dispatcher,
+    has_subclass,
+    is_batch,
+    needs_gradient,
+)
+from cudnn_sdpa.engine.launch import (
+    NOT_A_CALL,
+    BoundPlan,
+    LaunchExtras,
+    Layout,
+    items_by_name,
+    layout_signature,
+    new_tensor,
+)
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import checked_flag
-from cudnn_sdpa.fused.encoding import Value
+from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.rotary.rope import completed, operands_of
 from cudnn_sdpa.fused.rotary.rope_graphs import as_heads, rope_rows
 from cudnn_sdpa.fused.rotary.rope_kernels import own_rope_append
+from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import EXPONENT_BITS, TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.scalars import is_compiling
-from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.cache import CallTable
+from cudnn_sdpa.graph.target import Target, live_target
+from cudnn_sdpa.plans.cache import CallTable, build_plan, plan_cache
+from cudnn_sdpa.plans.manifest import recorded_as
 from cudnn_sdpa.plans.plan import Plan
 
 
@@ -80,6 +97,7 @@ def rope_append_paged_kv(
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
         UnsupportedError: A tensor requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -201,11 +219,12 @@ def _first(call: RopeAppendCall) -> Tensor:
         what = "rope_append_paged_kv" if call.tokens is None else "a PagedKVCache"
         raise UnsupportedError(f"{what} with a gradient", reasons, "calling it under torch.no_grad()")
     appended = append.checked(call.append_of(call.k))
-    if not _is_fused(call):
-        out: Tensor
-        out, k = rope_rows.run(of_rotation, options)
-        write_tokens(*appended._replace(k=k))
-        return out
+    if is_compiling() or not _is_fused(call):
+        return _by_two_operations(of_rotation, options, appended)
+    tensors = list(call.tensors.values())
+    if not (all(x.is_cuda for x in tensors) and can_bypass_dispatcher(*tensors, may_cast=False)):
+        with recorded_as(lambda target: _key(call, target, None), tensors):
+            return _by_two_operations(of_rotation, options, appended)
     if value_checks.enabled:
         append.check_values(appended)
     launch = _Launch(call)
@@ -214,13 +233,12 @@ def _first(call: RopeAppendCall) -> Tensor:
 
 
 def _is_fused(call: RopeAppendCall) -> bool:
-    """Whether the kernel serves a call that the checks have let pass."""
+    """Whether the kernel serves a call on a GPU that the checks have let pass."""
     tensors = list(call.tensors.values())
     heads = call.q, call.k, call.v, call.k_pages, call.v_pages
     return (
-        not is_compiling()
-        and can_bypass_dispatcher(*tensors, may_cast=False)
-        and all(x.is_cuda and x.numel() and not x.is_neg() and not is_batch(x) for x in tensors)
+        not has_subclass(*tensors)
+        and all(x.numel() and not x.is_neg() and not is_batch(x) for x in tensors)
         and call.k_pages.dtype in (call.q.dtype, *EXPONENT_BITS)
         and call.v.shape[-1] == call.q.shape[-1]
         and all(x.stride(-1) == 1 for x in heads)
@@ -229,30 +247,40 @@ def _is_fused(call: RopeAppendCall) -> bool:
     )
 
 
+def _by_two_operations(of_rotation: tuple[Value, ...], options: Options, appended: AppendCall) -> Tensor:
+    out: Tensor
+    out, k = rope_rows.run(of_rotation, options)
+    write_tokens(*appended._replace(k=k))
+    return out
+
+
+def _layout_of_result(q: Tensor) -> Layout:
+    return tuple(q.shape), dense_stride_like(q.shape, q.shape, q.stride()), q.dtype
+
+
+def _key(call: RopeAppendCall, target: Target, device: int | None) -> PlanKey:
+    out = new_tensor(_layout_of_result(call.q), "meta")
+    rotation, results, options = as_heads(call.of_rotation, [out], {"interleaved": call.interleaved})
+    named = dict(zip(call._fields, rotation, strict=False)) | call.append_of(call.k).in_heads_order().tensors
+    layout = TensorLayout.of
+    return own.key_of(own_rope_append, named, results, options, target=target, device=device, layout=layout)
+
+
 class _Launch:
     """A launch of the kernel, for similar calls."""
 
     __slots__ = ("bound", "tensors_of")
 
     def __init__(self, call: RopeAppendCall) -> None:
-        q, device = call.q, call.q.get_device()
-        layout = tuple(q.shape), dense_stride_like(q.shape, q.shape, q.stride()), q.dtype
-        rotation, results, options = as_heads(
-            call.of_rotation, [new_tensor(layout, "meta")], {"interleaved": call.interleaved}
-        )
-        named = dict(zip(call._fields, rotation, strict=False)) | call.append_of(call.k).in_heads_order().tensors
+        device = call.q.get_device()
         with torch.cuda.device(device):
-            target = live_target(device)
-            key = own.key_of(
-                own_rope_append, named, results, options, target=target, device=device, layout=TensorLayout.of
-            )
-            plan = own_rope_append.plan(key)
-        plan.held = True  # it owns nothing, and there may be one for each number of tokens
-        names = [name for name, x in named.items() if isinstance(x, Tensor)]
+            key = _key(call, live_target(device), device)
+            plan = plan_cache.get(key, partial(build_plan, own_rope_append))
+        names = [x.name for x in key.inputs if x.role is Role.TENSOR]
         read_by_element = ("slot_mapping", "page_table", "seq_lens_kv", "seq_lens_q", "k_scale", "v_scale")
         in_fp8 = ("k_pages", "v_pages") if call.k_pages.dtype in EXPONENT_BITS else ()
         extras = LaunchExtras(unaligned_ok=read_by_element + in_fp8)
-        self.bound = BoundPlan(plan, names, results=[layout], numbers=call.numbers, extras=extras)
+        self.bound = BoundPlan(plan, names, results=[_layout_of_result(call.q)], numbers=call.numbers, extras=extras)
         self.tensors_of = items_by_name(names)
 
     def __call__(self, call: RopeAppendCall) -> Tensor:

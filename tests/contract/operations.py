@@ -56,7 +56,8 @@ class Example:
         loops: Whether `torch.vmap` may run it, if it is no such attention.
         has_double_backward: Whether its gradients can be differentiated.
         is_random: Whether each call draws random numbers.
-        writes: Whether it writes to a tensor of the caller, without a plan of the plan cache.
+        writes: Whether it writes to a tensor of the caller.
+        is_planned: Whether its launch has a plan of the plan cache.
         is_composed: Whether it is composed of operations around copies of its inputs, which autograd saves in place of
             them; `torch.compile` breaks its graph there.
         operators: How many operators PyTorch sees where it must see them.
@@ -78,6 +79,7 @@ class Example:
     precision: float | None = None
     is_random: bool = False
     writes: bool = False
+    is_planned: bool = True
     is_composed: bool = False
     operators: int = 1
 
@@ -1237,6 +1239,7 @@ OPERATIONS: dict[str, Example] = {
         is_attention=False,
         leading="k",
         writes=True,
+        is_planned=False,
     ),
     "rope_append_paged_kv": Example(
         rotated_and_appended,

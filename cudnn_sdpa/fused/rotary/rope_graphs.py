@@ -385,9 +385,10 @@ def rope_fp8_rows(
     raise NotImplementedError("cuDNN has no graph of rotations")
 
 
-def _by_own_kernels(
+def by_own_kernels(
     operation: KernelOp, names: Sequence[str], given: Views, *, target: Target, device: int | None
 ) -> tuple[Views, PlanKey, str]:
+    """Views of a call, given its operands and results, the key of its plan, and why kernels of this library run."""
     viewed = as_heads(*given)
     values, results, options = viewed
     named = dict(zip(names, values, strict=True))
@@ -395,6 +396,6 @@ def _by_own_kernels(
     return viewed, own.key_of(operation, named, results, options, target=target, device=device, layout=layout), _WHY
 
 
-rope_rows.own = partial(_by_own_kernels, own_rope)
-rope_fp8_rows.own = partial(_by_own_kernels, own_rope_fp8)
-rope_gradients.own = partial(_by_own_kernels, own_rope_gradients)
+rope_rows.own = partial(by_own_kernels, own_rope)
+rope_fp8_rows.own = partial(by_own_kernels, own_rope_fp8)
+rope_gradients.own = partial(by_own_kernels, own_rope_gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,9 @@ from torch.autograd.graph import increment_version
 from cudnn_sdpa.engine.dispatch_state import (
     can_be_recognized,
     can_bypass_dispatcher,
+    has_subclass,
     is_batch,
+    is_lazy,
     is_plain_memory,
     needs_gradient,
 )
@@ -19,16 +23,17 @@ from cudnn_sdpa.engine.launch import NOT_A_CALL, Address, BoundPlan, LaunchExtra
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.tensor_checks import check_apart
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
-from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.rotary.rope import completed, operands_of, rope
-from cudnn_sdpa.fused.rotary.rope_graphs import as_heads, rope_rows
+from cudnn_sdpa.fused.rotary.rope_graphs import by_own_kernels, rope_rows
 from cudnn_sdpa.fused.rotary.rope_kernels import own_rope
-from cudnn_sdpa.graph.layouts import TensorLayout, overlaps_itself
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import overlaps_itself
 from cudnn_sdpa.graph.scalars import is_compiling
-from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.cache import CallTable
+from cudnn_sdpa.graph.target import Target, live_target
+from cudnn_sdpa.plans.cache import CallTable, build_plan, plan_cache
+from cudnn_sdpa.plans.manifest import recorded_as, recordings
 from cudnn_sdpa.plans.plan import Plan
 
 
@@ -63,6 +68,7 @@ def rope_(
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
         UnsupportedError: A tensor requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -87,9 +93,10 @@ def rope_(
     known = _find(operands, tensors, options) if may_be_known else None
     known = known or _first(operands, tensors, options)
     if known is None:
-        for x, rotated in zip((q, k), rope(q, k, cos, sin, interleaved=interleaved, **rotation), strict=True):
-            if x is not None and rotated is not None:
-                x.copy_(rotated)
+        with nullcontext() if is_compiling() else _recorded(operands, options):
+            for x, rotated in zip((q, k), rope(q, k, cos, sin, interleaved=interleaved, **rotation), strict=True):
+                if x is not None and rotated is not None:
+                    x.copy_(rotated)
         return
     known.bound(tensors, numbers=tuple([x for x in operands if isinstance(x, float)]))
     _count_write(q, k)
@@ -154,22 +161,12 @@ def _first(operands: tuple[Value, ...], tensors: list[Tensor], options: Options)
     for name, x in written.items():
         if not is_compiling() and overlaps_itself(x.shape, x.stride()):  # else PyTorch's copy refuses it
             raise LayoutError(name, f"strides {x.stride()} that overlap", "a separate address for each element")
-    is_for_kernel = (
-        not is_compiling()
-        and can_bypass_dispatcher(*tensors, may_cast=False)
-        and all(x.is_cuda and x.numel() and not is_batch(x) for x in tensors)
-        and all(x is y for x, y in zip(rope_rows.as_readable(values, options), values, strict=True))
-        and rope_rows.split(values, list(written.values())) is None
-    )
-    if not is_for_kernel:
+    is_on_gpu = not is_compiling() and all(x.is_cuda for x in tensors)
+    if not (is_on_gpu and can_bypass_dispatcher(*tensors, may_cast=False) and _is_for_kernel(values, options)):
         return None
-    device, (read, results, _) = tensors[0].get_device(), as_heads(values, list(written.values()), options)
+    device = tensors[0].get_device()
     with torch.cuda.device(device):
-        named = dict(zip(given, read, strict=True))
-        target, layout = live_target(device), TensorLayout.of
-        key = own.key_of(own_rope, named, results, options, target=target, device=device, layout=layout)
-        plan = own_rope.plan(key)
-    plan.held = True  # it owns nothing, and there may be one for each number of tokens
+        plan = plan_cache.get(_key(values, options, live_target(device), device), partial(build_plan, own_rope))
     addresses = {f"output{index}": Address(name) for index, name in enumerate(written)}
     bound = BoundPlan(
         plan,
@@ -181,3 +178,35 @@ def _first(operands: tuple[Value, ...], tensors: list[Tensor], options: Options)
     known = _Known(bound, plan)
     _table.add(rope_rows.signature(operands, options, False), known)
     return known
+
+
+def _is_for_kernel(values: tuple[Value, ...], options: Options) -> bool:
+    """Whether the kernel serves a call on a GPU that the checks have let pass."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return (
+        not has_subclass(*tensors)
+        and all(x.numel() and not is_lazy(x) and not is_batch(x) for x in tensors)
+        and all(x is y for x, y in zip(rope_rows.as_readable(values, options), values, strict=True))
+        and rope_rows.split(values, _written(values)) is None
+    )
+
+
+def _written(values: tuple[Value, ...]) -> list[Tensor]:
+    given = dict(zip(rope_rows.operands, values, strict=True))
+    return [x for name in "qk" if isinstance(x := given[name], Tensor)]
+
+
+def _key(values: tuple[Value, ...], options: Options, target: Target, device: int | None) -> PlanKey:
+    given = values, _written(values), options
+    _, key, _ = by_own_kernels(own_rope, rope_rows.operands, given, target=target, device=device)
+    return key
+
+
+def _recorded(operands: tuple[Value, ...], options: Options) -> AbstractContextManager[None]:
+    """Records the kernel's plan where `rope` runs in its place."""
+    if recordings.active:
+        values, options = rope_rows.arguments(operands, options)
+        if _is_for_kernel(values, options):
+            tensors = [x for x in values if isinstance(x, Tensor)]
+            return recorded_as(lambda target: _key(values, options, target, None), tensors)
+    return nullcontext()

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
 from attention_checks import nothing_synchronizes, poison
 from float64_reference import rope as right
 
-from cudnn_sdpa import PagedKVCache, append_paged_kv, nn, rope, rope_append_paged_kv
+from cudnn_sdpa import (
+    PagedKVCache,
+    append_paged_kv,
+    nn,
+    no_plan_builds,
+    record_plans,
+    rope,
+    rope_,
+    rope_append_paged_kv,
+)
+from cudnn_sdpa.graph.target import live_properties
 
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -105,6 +116,25 @@ def test_in_a_cuda_graph():
     before = [given[name].clone() for name in ("k_pages", "v_pages")]
     graph.replay()
     check(given, out, before, "NHD")
+
+
+def test_plans_are_recorded_as_without_the_gpu(tmp_path):
+    """And another number of tokens needs no other kernel."""
+    path, shape = tmp_path / "device.json", (128, 128, 8, 2, 64, 16)
+    path.write_text(json.dumps(live_properties(0)))
+    given = drawn(shape, torch.bfloat16, "NHD", "qk")
+    q, k = (given[name].clone() for name in "qk")
+    with record_plans() as used:
+        rope_append_paged_kv(**given, page_layout="NHD")
+        rope_(q, k, given["cos"], given["sin"])
+    meta = {n: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for n, x in given.items()}
+    with record_plans(target=str(path)) as recorded:
+        rope_append_paged_kv(**meta, page_layout="NHD")
+        rope_(*(torch.empty_like(x, device="meta") for x in (q, k)), meta["cos"], meta["sin"])
+    assert len(used) == 2
+    assert recorded.plans == used.plans
+    with no_plan_builds():
+        rope_append_paged_kv(**drawn((*shape[:4], 65, 16), torch.bfloat16, "NHD", "qk"), page_layout="NHD")
 
 
 @pytest.mark.parametrize("qk_norm", [None, 1e-5])

@@ -98,3 +98,11 @@ def test_an_empty_plan_store_adds_few_files(tmp_path):
         cold, _ = counts("sdpa")
     assert cold[0] <= BOUNDS["sdpa"][0][0] + 2
     assert cold[1] <= 99
+
+
+def test_a_plan_store_adds_nothing_for_own_kernels(tmp_path):
+    """It has their code, and no plans of them."""
+    without, _ = counts("rope_")
+    with cudnn_sdpa.use_plan_store(tmp_path):
+        cold, _ = counts("rope_")
+    assert cold == without
