@@ -366,7 +366,8 @@ def flash_attn_with_kvcache(
         q: Queries (B, Sq, Hq, D) of the newest tokens.
         k_cache: Keys (B or more, Skv, Hkv, D), or with a block table pages (P, page size, Hkv, D) of any size.
         v_cache: Values, likewise.
-        k: New keys (B, new tokens, Hkv, D). What does not fit into the cache is not written.
+        k: New keys (B, new tokens, Hkv, D), for which the cache must have room. What does not fit is not written on a
+            GPU, and refused on the CPU and if the environment variable `CUDNN_SDPA_DEBUG` is 1.
         v: New values, likewise.
         rotary_cos: Cosines (positions, rotary dim / 2): the new keys and the queries are rotated, by PyTorch's kernels.
             Only with k.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, check_choice
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, check_choice
+from cudnn_sdpa.graph.scalars import is_integer
 
 #: A cache: keys and values apart, or one tensor of both, (pages, 2, …).
 PagedCache = Tensor | tuple[Tensor, Tensor]
@@ -20,6 +21,17 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 NHD, HND = "NHD", "HND"
 INDICES = (torch.int32, torch.int64)
+
+#: FlashInfer's names of our arguments.
+NAMES = {
+    "is_causal": "causal",
+    "scale": "sm_scale",
+    "softcap": "logits_soft_cap",
+    "window_size": "window_left",
+    "attn_mask": "custom_mask",
+    "cu_seqlens_q": "qo_indptr",
+    "cu_seqlens_kv": "kv_indptr",
+}
 
 #: What no kernel here does, by the argument that asks for it, and what works in its place.
 _REFUSED = {
@@ -45,6 +57,14 @@ _REFUSED = {
     "profiler_buffer": "kernels record no times; use torch.profiler",
     "use_profiler": "kernels record no times; use torch.profiler",
 }
+
+
+def called(function: Callable[..., Any], *args: Any, names: Mapping[str, str], **options: Any) -> Any:
+    """What a function of this library returns; errors have FlashInfer's names of its arguments, and those given."""
+    try:
+        return function(*args, **options)
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed(NAMES | names) from None
 
 
 def refuse_given(function: str, **given: object) -> None:
