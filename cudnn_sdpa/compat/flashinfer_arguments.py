@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import SoftmaxOptions
+from cudnn_sdpa.attention.arguments import SoftmaxOptions, check_scale
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, check_choice
@@ -31,6 +31,8 @@ NAMES = {
     "attn_mask": "custom_mask",
     "cu_seqlens_q": "qo_indptr",
     "cu_seqlens_kv": "kv_indptr",
+    "max_seqlen_q": "max_token_per_sequence",
+    "max_seqlen_kv": "max_sequence_kv",
 }
 
 #: What no kernel here does, by the argument that asks for it, and what works in its place.
@@ -105,8 +107,12 @@ def check_output_dtype(name: str, dtype: str | torch.dtype | None, of_q: torch.d
 def softmax_options(
     *, causal: bool, window_left: int, sm_scale: float | None, logits_soft_cap: float | None
 ) -> SoftmaxOptions:
+    if not is_integer(window_left):
+        raise OptionError("window_left", repr(window_left), "an int, -1 for no bound")
+    called(check_scale, sm_scale, names={})
     window = None if window_left < 0 else (window_left, UNBOUNDED)
-    softcap = logits_soft_cap if logits_soft_cap is not None and logits_soft_cap > 0 else None
+    is_off = isinstance(logits_soft_cap, (int, float)) and logits_soft_cap <= 0
+    softcap = None if is_off else logits_soft_cap
     return {
         "is_causal": causal,
         "causal_alignment": "bottom_right",
@@ -120,9 +126,9 @@ def with_scales(options: SoftmaxOptions, dim: int, **scales: float | Tensor | No
     """Options with the scale of the scores multiplied by those of quantized queries and keys."""
     scale = options.get("scale")
     for name, factor in scales.items():
-        if isinstance(factor, Tensor):
-            raise OptionError(name, "a tensor", "a float, or for keys in FP8 on pages a tensor")
         if factor is not None:
+            if not isinstance(factor, (int, float)):
+                raise OptionError(name, type(factor).__name__, "a float, or for keys in FP8 on pages a tensor")
             scale = (1 / math.sqrt(dim) if scale is None else scale) * factor
     return {**options, "scale": scale}
 
