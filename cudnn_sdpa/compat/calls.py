@@ -42,6 +42,12 @@ NAMES_OF_PAGES = NAMES | {
     "sdpa_paged_varlen": "flash_attn_varlen_func with block_table",
 }
 
+#: Of functions without an autograd history, as `missing` takes it.
+PRIVATE = (
+    "it returns the states that gradients of FlashAttention's own kernels need",
+    "the public functions; `cudnn_sdpa.sdpa` with return_lse=True and `sdpa_backward`, or those of `sdpa_varlen`",
+)
+
 Result = tuple[Tensor, Tensor | None]
 Qkv = tuple[Tensor, Tensor, Tensor]
 

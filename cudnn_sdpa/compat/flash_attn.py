@@ -5,11 +5,14 @@ Parameters, layouts and results are those of `flash_attn` 2.8. What a function c
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.compat import calls
 from cudnn_sdpa.compat.calls import Cache, Result, options_of, rotary_of, unbound
+from cudnn_sdpa.compat.missing import missing
 from cudnn_sdpa.errors import UnsupportedError, raise_if_unsupported
 
 __all__ = [
@@ -23,6 +26,9 @@ __all__ = [
 ]
 
 Output = Tensor | tuple[Tensor, ...]
+
+if not TYPE_CHECKING:  # which would take any name for one of this module
+    __getattr__ = missing(__name__, {"_*flash_attn_*": calls.PRIVATE})
 
 
 def flash_attn_func(

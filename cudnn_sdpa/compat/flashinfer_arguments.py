@@ -66,7 +66,7 @@ def called(function: Callable[..., Any], *args: Any, names: Mapping[str, str], *
     try:
         return function(*args, **options)
     except (ArgumentError, UnsupportedError) as error:
-        raise error.renamed(NAMES | names) from None
+        raise error.renamed({**NAMES, **names}) from None
 
 
 def refuse_given(function: str, **given: object) -> None:
