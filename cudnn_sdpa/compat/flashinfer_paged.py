@@ -67,7 +67,7 @@ class PagedWrapper(Wrapper):
     _table: Tensor | None = None
     _lengths: Tensor | None = None
     _is_table_given = False
-    _names: Mapping[str, str] = {}  #: of the lists that a plan was made of
+    _names: Mapping[str, str] = {}  #: of the function, and of the lists that the plan was made of
     _cache_name = "paged_kv_cache"
 
     def _fill(
@@ -125,6 +125,7 @@ class PagedWrapper(Wrapper):
         self._names = {
             "page_table": indices[0] if block_tables is None else "block_tables",
             "seq_lens_kv": "seq_lens" if is_given else last_page_len[0],
+            "sdpa_paged_varlen": f"{type(self).__name__}.run",
         }
         return self._table, self._lengths
 
@@ -168,8 +169,7 @@ class PagedWrapper(Wrapper):
         if plan is None:
             raise OptionError("run", "a call before plan", "a call of plan first")
         pages = pages_of(paged_kv_cache, self._kv_layout, self._cache_name)
-        of_cache = names_of_pages(paged_kv_cache, self._cache_name)
-        names = {**self._names, **of_cache, "sdpa_paged_varlen": f"{type(self).__name__}.run"}
+        names = {**self._names, **names_of_pages(paged_kv_cache, self._cache_name)}
         called(plan.check, q, pages, self._kv_layout, names=names)
         check_lse(lse, q, lse_base, lse_layout)
         planned = (plan.softmax.get("window_size") or (-1,))[0]
