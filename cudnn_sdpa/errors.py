@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _renamer(names: Mapping[str, str]) -> Callable[[object], str]:
-    word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
+    word = re.compile(r"(?<!\w)(?:" + "|".join(map(re.escape, names)) + r")(?!\w)")  # `\b` ends no "lses[1]"
     return lambda text: word.sub(lambda match: names[match[0]], str(text))
 
 

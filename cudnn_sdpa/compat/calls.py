@@ -18,9 +18,11 @@ from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.fused.rotary.rope import rope
+from cudnn_sdpa.graph.scalars import is_compiling
 
 #: FlashAttention's names of our arguments.
 NAMES = {
@@ -28,8 +30,8 @@ NAMES = {
     "scale": "softmax_scale",
     "cu_seqlens_kv": "cu_seqlens_k",
     "max_seqlen_kv": "max_seqlen_k",
+    "sdpa_varlen": "flash_attn_varlen_func",
 }
-
 
 #: FlashAttention's names of the arguments of pages.
 NAMES_OF_PAGES = NAMES | {
@@ -37,7 +39,14 @@ NAMES_OF_PAGES = NAMES | {
     "v_pages": "v",
     "page_table": "block_table",
     "seq_lens_kv": "cu_seqlens_k",
+    "sdpa_paged_varlen": "flash_attn_varlen_func with block_table",
 }
+
+#: Of functions without an autograd history, as `missing` takes it.
+PRIVATE = (
+    "it returns the states that gradients of FlashAttention's own kernels need",
+    "the public functions; `cudnn_sdpa.sdpa` with return_lse=True and `sdpa_backward`, or those of `sdpa_varlen`",
+)
 
 Result = tuple[Tensor, Tensor | None]
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -186,7 +195,8 @@ class Cache(NamedTuple):
         """The caller's names of our arguments."""
         table = "cache_batch_idx" if self.page_table is None else self.table_name
         more = {"k_pages": "k_cache", "v_pages": "v_cache", "page_table": table, "seq_lens_kv": "cache_seqlens"}
-        return NAMES | more | {"k_scale": "k_descale", "v_scale": "v_descale"}
+        functions = dict.fromkeys(("sdpa_paged", "sdpa_paged_varlen", "a PagedKVCache"), "flash_attn_with_kvcache")
+        return NAMES | more | functions | {"k_scale": "k_descale", "v_scale": "v_descale"}
 
     def lengths(self, batch: int) -> Tensor:
         """The number of keys of each sequence, without the new ones."""
@@ -211,6 +221,12 @@ class Cache(NamedTuple):
         if self.k_cache.shape[0] < batch:
             raise ShapeError("k_cache", f"a batch of {self.k_cache.shape[0]}", f"{batch}, as q has, or more")
         return torch.arange(batch, dtype=torch.int32, device=self.k_cache.device).unsqueeze(-1)
+
+    def check_room(self, lengths: Tensor, table: Tensor) -> None:
+        """Room for the new keys, if there are any, before the first one is written or rotated."""
+        if self.k is not None and not is_compiling():
+            room = table.shape[1] * self.k_cache.shape[1]
+            value_checks.check_lengths("cache_seqlens", lengths, room, self.k.shape[1])
 
     def append(self, lengths: Tensor, table: Tensor, rotary: Rotary | None) -> Tensor:
         """Writes the new keys and values, if there are any; the numbers of keys with them."""
@@ -291,6 +307,7 @@ def _on_cache(
     q = _with_dense_rows(q)
     batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
     table, lengths = cache.table(batch), cache.lengths(batch)
+    cache.check_room(lengths, table)
     if rotary is not None:
         if cache.k is None or offsets is not None:
             got = "a tensor without k" if cache.k is None else "a tensor in addition to cu_seqlens_q"

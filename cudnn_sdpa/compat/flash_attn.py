@@ -5,11 +5,14 @@ Parameters, layouts and results are those of `flash_attn` 2.8. What a function c
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.compat import calls
 from cudnn_sdpa.compat.calls import Cache, Result, options_of, rotary_of, unbound
+from cudnn_sdpa.compat.missing import missing
 from cudnn_sdpa.errors import UnsupportedError, raise_if_unsupported
 
 __all__ = [
@@ -23,6 +26,9 @@ __all__ = [
 ]
 
 Output = Tensor | tuple[Tensor, ...]
+
+if not TYPE_CHECKING:  # which would take any name for one of this module
+    __getattr__ = missing(__name__, {"_*flash_attn_*": calls.PRIVATE})
 
 
 def flash_attn_func(
@@ -366,7 +372,8 @@ def flash_attn_with_kvcache(
         q: Queries (B, Sq, Hq, D) of the newest tokens.
         k_cache: Keys (B or more, Skv, Hkv, D), or with a block table pages (P, page size, Hkv, D) of any size.
         v_cache: Values, likewise.
-        k: New keys (B, new tokens, Hkv, D). What does not fit into the cache is not written.
+        k: New keys (B, new tokens, Hkv, D), for which the cache must have room. What does not fit is not written on a
+            GPU, and refused on the CPU and if the environment variable `CUDNN_SDPA_DEBUG` is 1.
         v: New values, likewise.
         rotary_cos: Cosines (positions, rotary dim / 2): the new keys and the queries are rotated, by PyTorch's kernels.
             Only with k.

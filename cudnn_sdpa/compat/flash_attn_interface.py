@@ -7,17 +7,28 @@ about the schedule of FlashAttention's kernels, without effect here but for `num
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.compat import calls
 from cudnn_sdpa.compat.calls import Cache, Result, options_of, rotary_of, unbound
+from cudnn_sdpa.compat.missing import missing
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, raise_if_unsupported
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 Output = Tensor | tuple[Tensor, ...]
+
+if not TYPE_CHECKING:  # which would take any name for one of this module
+    _MISSING = {
+        "_*flash_attn_*": calls.PRIVATE,
+        "flash_attn_combine": ("no function here returns the parts of a split", "`cudnn_sdpa.merge_states`, on lists"),
+        "get_scheduler_metadata": ("no kernel here takes a schedule", "`scheduler_metadata=None`"),
+    }
+    __getattr__ = missing(__name__, _MISSING)
 
 
 def flash_attn_func(

@@ -4,8 +4,8 @@ Code that imports these names of `flashinfer` runs on them unchanged: parameters
 defaults of FlashInfer 0.7.2, pages are "NHD" or "HND" in one tensor or two, log-sum-exps are to the base of 2, and
 masks and windows are aligned with the last key. Workspaces, backends and other hints are accepted and not needed. What
 no kernel does (positions within attention, masks of one's own, NVFP4, kernels from given source) raises
-`UnsupportedError`, which is a `NotImplementedError`, with the reason and with what works. Queries that see no key get
-zeros, and an LSE of minus infinity.
+`UnsupportedError`, which is a `NotImplementedError`, with the reason and with what works. So does what is missing
+here, and its import raises `ImportError`. Queries that see no key get zeros, and an LSE of minus infinity.
 
 Examples:
     >>> import torch
@@ -16,9 +16,7 @@ Examples:
     (torch.Size([8, 64]), torch.Size([8]))
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from cudnn_sdpa.compat.flashinfer_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -34,7 +32,7 @@ from cudnn_sdpa.compat.flashinfer_single import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.compat.missing import missing
 
 __all__ = [
     "BatchAttention",
@@ -54,21 +52,24 @@ __all__ = [
     "single_prefill_with_kv_cache_return_lse",
 ]
 
-_CASCADE = "a wrapper for each level, and merge_state of what they return"
-#: Wrappers that can be imported and not be made, and what works in their place.
-_REFUSED = {
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
-    "BatchMLAPagedAttentionWrapper": "`cudnn_sdpa.sdpa_paged_varlen` with head dims of 576 and 512",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
-    "MultiLevelCascadeAttentionWrapper": _CASCADE,
-}
-
-
-def _refuse(name: str, *_: object, **__: object) -> NoReturn:
-    raise UnsupportedError(name, ["there is no such wrapper"], _REFUSED[name])
-
-
-def __getattr__(name: str) -> Callable[..., NoReturn]:
-    if name not in _REFUSED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return partial(_refuse, name)
+if not TYPE_CHECKING:  # which would take any name for one of this module
+    _CASCADE = ("levels are not planned together", "a wrapper for each level, and merge_state of what they return")
+    _ON_PAGES = "the wrappers of this module, or `cudnn_sdpa.sdpa_paged_varlen`, which takes block tables"
+    _MISSING = {
+        "*SharedPrefix*": _CASCADE,
+        "MultiLevelCascadeAttentionWrapper": _CASCADE,
+        "BatchMLAPaged*": ("there is no such wrapper", "`cudnn_sdpa.sdpa_paged_varlen` with head dims of 576 and 512"),
+        "*AttentionSink*": ("sinks need no wrapper of their own", "`sinks` of the `run` of wrappers of paged caches"),
+        "*BidirectionalRanges*": ("packed sequences have causal masks and windows", "`cudnn_sdpa.sdpa` with attn_mask"),
+        "*Sparse*": (
+            "no kernel leaves blocks of keys out",
+            "page tables of the blocks, or `cudnn_sdpa.sdpa` with attn_mask",
+        ),
+        "*POD*": ("prompts and decodes are one call", "BatchAttention, or `cudnn_sdpa.sdpa_paged_varlen`"),
+        "*_with_jit_module": ("kernels are not compiled from given source", "the function without jit_module"),
+        "trtllm_*": ("TensorRT-LLM's kernels are not here", _ON_PAGES),
+        "xqa*": ("TensorRT-LLM's kernels are not here", _ON_PAGES),
+        "cudnn_batch_*": ("cuDNN is called by this library's own functions", _ON_PAGES),
+        "*packbits": ("masks are not packed", "custom_mask of single_prefill_with_kv_cache"),
+    }
+    __getattr__ = missing(__name__, _MISSING)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import SoftmaxOptions
+from cudnn_sdpa.attention.arguments import SoftmaxOptions, check_scale
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, check_choice
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, check_choice
+from cudnn_sdpa.graph.scalars import is_integer
 
 #: A cache: keys and values apart, or one tensor of both, (pages, 2, …).
 PagedCache = Tensor | tuple[Tensor, Tensor]
@@ -20,6 +21,19 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 NHD, HND = "NHD", "HND"
 INDICES = (torch.int32, torch.int64)
+
+#: FlashInfer's names of our arguments.
+NAMES = {
+    "is_causal": "causal",
+    "scale": "sm_scale",
+    "softcap": "logits_soft_cap",
+    "window_size": "window_left",
+    "attn_mask": "custom_mask",
+    "cu_seqlens_q": "qo_indptr",
+    "cu_seqlens_kv": "kv_indptr",
+    "max_seqlen_q": "max_token_per_sequence",
+    "max_seqlen_kv": "max_sequence_kv",
+}
 
 #: What no kernel here does, by the argument that asks for it, and what works in its place.
 _REFUSED = {
@@ -45,6 +59,14 @@ _REFUSED = {
     "profiler_buffer": "kernels record no times; use torch.profiler",
     "use_profiler": "kernels record no times; use torch.profiler",
 }
+
+
+def called(function: Callable[..., Any], *args: Any, names: Mapping[str, str], **options: Any) -> Any:
+    """What a function of this library returns; errors have FlashInfer's names of its arguments, and those given."""
+    try:
+        return function(*args, **options)
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed({**NAMES, **names}) from None
 
 
 def refuse_given(function: str, **given: object) -> None:
@@ -85,8 +107,12 @@ def check_output_dtype(name: str, dtype: str | torch.dtype | None, of_q: torch.d
 def softmax_options(
     *, causal: bool, window_left: int, sm_scale: float | None, logits_soft_cap: float | None
 ) -> SoftmaxOptions:
+    if not is_integer(window_left):
+        raise OptionError("window_left", repr(window_left), "an int, -1 for no bound")
+    called(check_scale, sm_scale, names={})
     window = None if window_left < 0 else (window_left, UNBOUNDED)
-    softcap = logits_soft_cap if logits_soft_cap is not None and logits_soft_cap > 0 else None
+    is_off = isinstance(logits_soft_cap, (int, float)) and logits_soft_cap <= 0
+    softcap = None if is_off else logits_soft_cap
     return {
         "is_causal": causal,
         "causal_alignment": "bottom_right",
@@ -100,9 +126,9 @@ def with_scales(options: SoftmaxOptions, dim: int, **scales: float | Tensor | No
     """Options with the scale of the scores multiplied by those of quantized queries and keys."""
     scale = options.get("scale")
     for name, factor in scales.items():
-        if isinstance(factor, Tensor):
-            raise OptionError(name, "a tensor", "a float, or for keys in FP8 on pages a tensor")
         if factor is not None:
+            if not isinstance(factor, (int, float)):
+                raise OptionError(name, type(factor).__name__, "a float, or for keys in FP8 on pages a tensor")
             scale = (1 / math.sqrt(dim) if scale is None else scale) * factor
     return {**options, "scale": scale}
 

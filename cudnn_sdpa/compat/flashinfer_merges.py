@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.merge_states import merge_states as merge_natural
+from cudnn_sdpa.compat.flashinfer_arguments import called
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor
 
 _LN2 = math.log(2)
 
 
-def _merged(v: Sequence[Tensor], s: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    out, lse = merge_natural(v, [x.float() * _LN2 for x in s])
+def _merged(v: Sequence[Tensor], s: Sequence[Tensor], named: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """The merged state of outputs and LSEs, each pair with its names."""
+    names = {
+        ours: theirs
+        for i, pair in enumerate(named)
+        for ours, theirs in zip((f"outs[{i}]", f"lses[{i}]"), pair, strict=True)
+    }
+    out, lse = called(merge_natural, v, [x.float() * _LN2 for x in s], names=names)
     return out, lse / _LN2
 
 
@@ -43,7 +50,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
         (0.667, 1.585)
     """
     check_are_tensors({"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b})
-    return _merged((v_a, v_b), (s_a, s_b))
+    return _merged((v_a, v_b), (s_a, s_b), [("v_a", "s_a"), ("v_b", "s_b")])
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
@@ -71,7 +78,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     check_are_tensors(given, optional=("mask",))
     check_tensor("s", s, v, of="v", dtype=torch.float32, shape=v.shape[:-1])
     check_tensor("mask", mask, v, of="v", dtype=torch.bool, shape=v.shape[:1], meaning="the tokens to update")
-    out, lse = _merged((v, v_other), (s, s_other))
+    out, lse = _merged((v, v_other), (s, s_other), [("v", "s"), ("v_other", "s_other")])
     if mask is not None:
         out, lse = torch.where(mask[:, None, None], out, v), torch.where(mask[:, None], lse, s)
     v.copy_(out)
@@ -101,4 +108,4 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     check_are_tensors({"v": v, "s": s})
     check_tensor("v", v, v, shape=("tokens", "states", "heads", "head dim"))
     check_tensor("s", s, v, of="v", dtype=s.dtype, shape=v.shape[:-1])
-    return _merged(v.unbind(1), s.unbind(1))
+    return _merged(v.unbind(1), s.unbind(1), [(f"v[:, {i}]", f"s[:, {i}]") for i in range(v.shape[1])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,13 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     PagedCache,
     Result,
     Wrapper,
+    called,
     check_lse,
     finished,
     softmax_options,
     with_scales,
 )
-from cudnn_sdpa.compat.flashinfer_pages import get_seq_lens, pages_of
+from cudnn_sdpa.compat.flashinfer_pages import get_seq_lens, names_of_pages, pages_of
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_integer
@@ -65,6 +67,8 @@ class PagedWrapper(Wrapper):
     _table: Tensor | None = None
     _lengths: Tensor | None = None
     _is_table_given = False
+    _names: Mapping[str, str] = {}  #: of the function, and of the lists that the plan was made of
+    _cache_name = "paged_kv_cache"
 
     def _fill(
         self,
@@ -117,6 +121,12 @@ class PagedWrapper(Wrapper):
         if seq_lens is not None:
             check_is_tensor("seq_lens", seq_lens)
             self._lengths.copy_(seq_lens.reshape(batch))
+        is_given = seq_lens is not None and seq_lens is not last_page_len[1]
+        self._names = {
+            "page_table": indices[0] if block_tables is None else "block_tables",
+            "seq_lens_kv": "seq_lens" if is_given else last_page_len[0],
+            "sdpa_paged_varlen": f"{type(self).__name__}.run",
+        }
         return self._table, self._lengths
 
     def _table_for(self, batch: int, widest: int, entries: int, room: int) -> Tensor:
@@ -158,8 +168,9 @@ class PagedWrapper(Wrapper):
         plan = self._plan
         if plan is None:
             raise OptionError("run", "a call before plan", "a call of plan first")
-        pages = pages_of(paged_kv_cache, self._kv_layout)
-        plan.check(q, pages, self._kv_layout)
+        pages = pages_of(paged_kv_cache, self._kv_layout, self._cache_name)
+        names = {**self._names, **names_of_pages(paged_kv_cache, self._cache_name)}
+        called(plan.check, q, pages, self._kv_layout, names=names)
         check_lse(lse, q, lse_base, lse_layout)
         planned = (plan.softmax.get("window_size") or (-1,))[0]
         if window_left is not None and max(window_left, -1) != planned:
@@ -169,8 +180,9 @@ class PagedWrapper(Wrapper):
         factors = {name: x for name, x in scales.items() if not isinstance(x, Tensor)}
         softmax = with_scales(plan.softmax, plan.dims[0], q_scale=q_scale, k_scale=factors.get("k_scale"))
         options: dict[str, Any] = {**softmax, **of_pages, "sinks": sinks, "out": out}
-        result: Result = sdpa_paged_varlen(
-            *(q, *pages, plan.table),
+        result: Result = called(
+            *(sdpa_paged_varlen, q, *pages, plan.table),
+            names=names,
             seq_lens_kv=plan.lengths,
             cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_seqlen_q,

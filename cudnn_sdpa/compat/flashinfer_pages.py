@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.paged.append import append_paged_kv
-from cudnn_sdpa.compat.flashinfer_arguments import INDICES, NHD, PagedCache, check_layout
+from cudnn_sdpa.compat.flashinfer_arguments import INDICES, NHD, PagedCache, called, check_layout
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_integer
 
 
-def pages_of(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
+def pages_of(paged_kv_cache: PagedCache, kv_layout: str, name: str = "paged_kv_cache") -> tuple[Tensor, Tensor]:
     """The pages of keys and of values; caches without a dimension for the page size have pages of one token."""
-    name, pair = "paged_kv_cache", paged_kv_cache
+    pair = paged_kv_cache
     if isinstance(pair, Tensor):
         if pair.dim() not in (4, 5) or pair.shape[1] != 2:
             raise ShapeError(name, shape_of(pair), "(pages, 2, …) of rank 5, or 4 for pages of one token")
@@ -26,6 +26,12 @@ def pages_of(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor
         one = 1 if kv_layout == NHD else 2
         return k.unsqueeze(one), v.unsqueeze(one)
     return k, v
+
+
+def names_of_pages(paged_kv_cache: PagedCache, name: str = "paged_kv_cache") -> dict[str, str]:
+    """What a caller calls the pages of keys and of values."""
+    before = ":, " if isinstance(paged_kv_cache, Tensor) else ""
+    return {"k_pages": f"{name}[{before}0]", "v_pages": f"{name}[{before}1]"}
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
@@ -148,7 +154,8 @@ def append_paged_kv_cache(
     k_pages, v_pages = pages_of(paged_kv_cache, layout)
     lists = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
     check_are_tensors({"append_key": append_key, "append_value": append_value, **lists})
-    check_tensor("k_pages", k_pages, k_pages, shape=("pages", "", "", "head dim"))
+    names = names_of_pages(paged_kv_cache)
+    check_tensor(names["k_pages"], k_pages, k_pages, shape=("pages", "", "", "head dim"))
     tokens = append_key.shape[0]
     for name, x in lists.items():
         shape = (tokens,) if name in ("batch_indices", "positions") else ("entries",)
@@ -166,4 +173,11 @@ def append_paged_kv_cache(
     page = kv_indices.long()[entry.clamp(0, kv_indices.shape[0] - 1)]
     beyond = torch.where(sequence < 0, -1, k_pages.shape[0] * page_size)
     slots = torch.where(is_there, page * page_size + position % page_size, beyond)
-    append_paged_kv(append_key, append_value, k_pages, v_pages, slot_mapping=slots, page_layout=layout)
+    names |= {
+        "k": "append_key",
+        "v": "append_value",
+        "slot_mapping": "positions",
+        "append_paged_kv": "append_paged_kv_cache",
+    }
+    of_slots = {"slot_mapping": slots, "page_layout": layout}
+    called(append_paged_kv, append_key, append_value, k_pages, v_pages, names=names, **of_slots)

@@ -346,6 +346,8 @@ class BatchAttention(PagedWrapper):
         (torch.Size([21, 8, 64]), torch.Size([21, 8]))
     """
 
+    _cache_name = "kv_cache"
+
     def __init__(self, kv_layout: str = "NHD", device: str = "cuda") -> None:
         super().__init__(torch.empty(0, device=device), kv_layout, None)
 

@@ -16,6 +16,7 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     Result,
     Wrapper,
     bound_of_queries,
+    called,
     check_lse,
     check_output_dtype,
     dtype_of,
@@ -200,8 +201,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             dtype, meaning = dtype_q if name == "q" else dtype_kv, "(tokens, heads, head dim), as planned"
             check_tensor(name, x, q, dtype=dtype, shape=shape, meaning=meaning, hint="Plan with it.")
         check_lse(lse, q, lse_base, lse_layout)
-        result = sdpa_varlen(
-            *(q, k, v),
+        result = called(
+            *(sdpa_varlen, q, k, v),
+            names={},
             cu_seqlens_q=plan.offsets[0],
             cu_seqlens_kv=plan.offsets[1],
             max_seqlen_q=plan.max_seqlens[0],

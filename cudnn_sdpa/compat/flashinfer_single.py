@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.compat.flashinfer_arguments import (
     HND,
     Result,
+    called,
     check_layout,
     check_output_dtype,
     finished,
@@ -80,7 +81,8 @@ def single_decode_with_kv_cache(
     check_tensor("q", q, q, shape=("heads", "head dim"))
     options = softmax_options(causal=False, window_left=window_left, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap)
     options = with_scales(options, q.shape[1], q_scale=q_scale, k_scale=k_scale)
-    result = _on_pages(q.unsqueeze(0), *_in_tokens_order(k, v, kv_layout), options=options, return_lse=return_lse)
+    k, v = _in_tokens_order(k, v, kv_layout)
+    result = _on_pages("single_decode_with_kv_cache", (q.unsqueeze(0), k, v), options, return_lse=return_lse)
     found = finished(result, v_scale)
     return found.squeeze(0) if isinstance(found, Tensor) else (found[0].squeeze(0), found[1].squeeze(0))
 
@@ -171,14 +173,15 @@ def single_prefill_with_kv_cache(
     k, v = _in_tokens_order(k, v, kv_layout)
     if custom_mask is not None:
         dense = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out, lse = sdpa(*dense, attn_mask=custom_mask, return_lse=True, **options)
+        out, lse = called(sdpa, *dense, names={}, attn_mask=custom_mask, return_lse=True, **options)
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
         return finished((out, lse) if return_lse else out, v_scale)
     if k.dtype in FP8_DTYPES:
-        return finished(_on_pages(q, k, v, options=options, return_lse=return_lse), v_scale)
+        return finished(_on_pages(name, (q, k, v), options, return_lse=return_lse), v_scale)
     tokens, keys = q.shape[0], k.shape[0]
-    result = sdpa_varlen(
-        *(q, k, v),
+    result = called(
+        *(sdpa_varlen, q, k, v),
+        names={},
         cu_seqlens_q=_ends(tokens, q),
         cu_seqlens_kv=_ends(keys, q),
         max_seqlen_q=tokens,
@@ -203,11 +206,15 @@ def _ends(tokens: int, like: Tensor) -> Tensor:
     return torch.arange(2, dtype=torch.int32, device=like.device) * tokens
 
 
-def _on_pages(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, return_lse: bool) -> Result:
+def _on_pages(
+    function: str, qkv: tuple[Tensor, Tensor, Tensor], options: SoftmaxOptions, *, return_lse: bool
+) -> Result:
     """Attention of queries (new tokens, Hq, D) on keys (tokens, Hkv, D), taken as pages of one token."""
+    q, k, v = qkv
     keys = k.shape[0]
-    return sdpa_paged_varlen(
-        *(q, k.unsqueeze(1), v.unsqueeze(1)),
+    result: Result = called(
+        *(sdpa_paged_varlen, q, k.unsqueeze(1), v.unsqueeze(1)),
+        names={"k_pages": "k", "v_pages": "v", "sdpa_paged_varlen": function},
         page_table=torch.arange(keys, dtype=torch.int32, device=q.device).unsqueeze(0),
         seq_lens_kv=torch.full((1,), keys, dtype=torch.int32, device=q.device),
         cu_seqlens_q=_ends(q.shape[0], q),
@@ -216,3 +223,4 @@ def _on_pages(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, return_l
         return_lse=return_lse,
         **options,
     )
+    return result

@@ -10,18 +10,30 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, Alignment
 from cudnn_sdpa.compat.calls import dense, packed, packed_on_pages
+from cudnn_sdpa.compat.missing import MissingError, missing
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+else:  # a type checker would take any name for one of this module
+    _STATES = "`cudnn_sdpa.sdpa` with return_lse=True, and `cudnn_sdpa.merge_states`"
+    _MISSING = {
+        "*Gappy*": ("sequences of keys with gaps have no kernel", "pages, or a tensor (B, H, Mq, Mkv) as attn_bias"),
+        "memory_efficient_attention_backward": ("it takes states of xFormers' operators", "`cudnn_sdpa.sdpa_backward`"),
+        "memory_efficient_attention_*": ("it returns or takes states of xFormers' operators", _STATES),
+        "merge_attentions": ("no function here returns partial attention", _STATES),
+        "*AttentionOp*": ("kernels are chosen by `cudnn_sdpa.providers`", "op=None"),
+        "MemoryEfficientAttention*Op": ("kernels are chosen by `cudnn_sdpa.providers`", "op=None"),
+    }
+    __getattr__ = missing(__name__, _MISSING)
 
 __all__ = [
     "AttentionBias",
@@ -126,6 +138,12 @@ class AttentionBias:
         for name, least in (("_window_size", 1), ("window_left", 0), ("window_right", 0)):
             if (size := getattr(self, name, least)) < least:
                 raise OptionError(name.removeprefix("_"), repr(size), f"{least} or more")
+
+    @property
+    def materialize(self) -> NoReturn:
+        """Missing: biases are described, not stored."""
+        works = "the bias itself as attn_bias, or a tensor (B, H, Mq, Mkv) of yours"
+        raise MissingError(f"{type(self).__name__}.materialize", ["biases are described, not stored"], works)
 
     def to(self, device: torch.device | str) -> Self:
         """A bias of the same values whose tensors are on a device."""
@@ -597,10 +615,11 @@ def _class_of(bias: object) -> type[AttentionBias]:
     kind = type(bias)
     found = _BIASES.get(kind.__name__) if kind.__module__ in _MODULES else None
     if found is None:
+        made = ", such as attn_bias.materialize(shape, dtype, device)" if hasattr(bias, "materialize") else ""
         raise UnsupportedError(
             f"attn_bias of class {kind.__module__}.{kind.__name__}",
             ["its mask has no kernel here"],
-            "a tensor (B, H, Mq, Mkv), such as bias.materialize(shape), or a bias of cudnn_sdpa.compat.xformers",
+            f"a tensor (B, H, Mq, Mkv){made}, or a bias of cudnn_sdpa.compat.xformers",
         )
     return found
 

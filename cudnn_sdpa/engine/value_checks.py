@@ -20,14 +20,15 @@ from cudnn_sdpa.errors import ShapeError
 enabled = os.environ.get("CUDNN_SDPA_DEBUG", "").strip().lower() not in ("", "0", "off", "false", "no")
 
 
-def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
-    """Actual sequence lengths must be between 0 and the length of the tensor."""
+def check_lengths(name: str, lengths: Tensor | None, size: int, new: int = 0) -> None:
+    """Actual sequence lengths must be between 0 and the length of the tensor, with room for the tokens that are new."""
     if lengths is None or not _is_read(lengths):
         return
-    wrong = [(entry, length) for entry, length in enumerate(lengths.tolist()) if not 0 <= length <= size]
+    wrong = [(entry, length) for entry, length in enumerate(lengths.tolist()) if not 0 <= length <= size - new]
     if wrong:
         entry, length = wrong[0]
-        raise ShapeError(name, f"{length} for batch entry {entry}", f"lengths from 0 to {size}")
+        room = f", as there is room for {size}, of which {new} are new" if new else ""
+        raise ShapeError(name, f"{length} for batch entry {entry}", f"lengths from 0 to {size - new}{room}")
 
 
 def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int, *, from_zero: bool = True) -> None:

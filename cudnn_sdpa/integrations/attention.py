@@ -68,7 +68,7 @@ def attention(module: torch.nn.Module, query: Tensor, *args: Any, **options: Any
     except (ArgumentError, UnsupportedError) as error:
         if torch.compiler.is_compiling():
             raise
-        raise of_a_layer(error, module, query) from error
+        raise of_a_layer(error, module, query, in_batches="block_table" in options) from error
 
 
 def _attend(

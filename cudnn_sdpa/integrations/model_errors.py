@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -25,23 +27,31 @@ _NAMES = {
     "v_pages": "v_cache",
     "page_table": "block_table",
 }
-_FALLBACK = (
-    'Without cuDNN the model runs after model.set_attn_implementation("sdpa"), and what cuDNN declines '
-    'within cudnn_sdpa.fallback("torch").'
-)
-_CURE = "load it with dtype=torch.bfloat16, convert it by model.to(torch.bfloat16), or call it under torch.autocast"
+_WITHOUT_CUDNN = 'Without cuDNN the model runs after model.set_attn_implementation("sdpa")'
+_FALLBACK = 'what cuDNN declines within cudnn_sdpa.fallback("torch")'
+_CURE = "load it with dtype=torch.bfloat16, or convert it by model.to(torch.bfloat16)"
+#: What a hint about tensors, which are not those of who has a model, says about checks of CPU tensors.
+_NOTE = re.compile(r"\([^()]*CPU tensors [^()]*\)$")
 
 
 def of_a_layer(
-    error: ArgumentError | UnsupportedError, module: torch.nn.Module, query: Tensor
+    error: ArgumentError | UnsupportedError, module: torch.nn.Module, query: Tensor, *, in_batches: bool
 ) -> ArgumentError | UnsupportedError:
-    """The error of a layer with these queries (B, Hq, S, D), with what of the model causes it and what works."""
+    """The error of a layer with these queries (B, Hq, S, D), with what of the model causes it and what works.
+
+    Continuous batching runs a model `in_batches` in another thread, where the caller's contexts are not in force.
+    """
     where, renamed = _place(module), error.renamed(_NAMES)
+    instead = f"{_WITHOUT_CUDNN}." if in_batches else f"{_WITHOUT_CUDNN}, and {_FALLBACK}."
     if isinstance(renamed, UnsupportedError):
-        works = f"{renamed.suggestion}. {_FALLBACK}" if renamed.suggestion else _FALLBACK
+        works = f"{renamed.suggestion}. {instead}" if renamed.suggestion else instead
         return UnsupportedError(f"{where}: {renamed.what}", renamed.reasons, works)
-    hints = (_cause(renamed, module, query), renamed.hint, _FALLBACK)
-    return type(renamed)(f"{where}: {renamed.argument}", renamed.got, renamed.expected, " ".join(filter(None, hints)))
+    cause, hint = _cause(renamed, module, query, in_batches=in_batches), renamed.hint
+    if cause:
+        note = _NOTE.search(hint)
+        hint = "" if note is None else note[0]
+    hints = " ".join(filter(None, (cause, hint, instead)))
+    return type(renamed)(f"{where}: {renamed.argument}", renamed.got, renamed.expected, hints)
 
 
 def _place(module: torch.nn.Module) -> str:
@@ -51,14 +61,15 @@ def _place(module: torch.nn.Module) -> str:
     return place if model is None else f"{place} of a {model} model"
 
 
-def _cause(error: ArgumentError, module: torch.nn.Module, query: Tensor) -> str:
-    """The model's part in an error, where that is known."""
+def _cause(error: ArgumentError, module: torch.nn.Module, query: Tensor, *, in_batches: bool) -> str:
+    """The model's part in an error and what mends it, where that is known."""
     if isinstance(error, DtypeError) and error.argument in ("query", "key", "value"):
+        cure = _CURE if in_batches else f"{_CURE}, or call it under torch.autocast"
         weights = {parameter.dtype for parameter in module.parameters()}
         if weights <= {query.dtype} and query.dtype not in (torch.bfloat16, torch.float16):
-            return f"The model's dtype is {dtype_name(query.dtype)}: {_CURE}."
+            return f"The model's dtype is {dtype_name(query.dtype)}: {cure}."
         kinds = " and ".join(sorted(map(dtype_name, weights)))
-        return f"The layer's weights are {kinds}, its queries {dtype_name(query.dtype)}: call it under torch.autocast."
+        return f"The layer's weights are {kinds}, its queries {dtype_name(query.dtype)}: {cure}."
     if isinstance(error, ShapeError) and "head dim" in str(error.got):
         return "The head dim is the config's head_dim, or hidden_size / num_attention_heads."
     return ""

@@ -267,7 +267,7 @@ def check_scales(call: WithPages) -> None:
         if call.k_pages.dtype not in FP8_DTYPES:
             dtype = dtype_name(call.k_pages.dtype)
             hint = "Keys in full precision are scaled by the option scale, and values by a factor of the output."
-            raise OptionError(name, "a tensor", f"None: pages in {dtype} have no scale", hint)
+            raise OptionError(name, "a tensor", f"None: pages in {dtype} are not scaled", hint)
         check_scale(name, scale, call.k.shape[1], call.q, of="q")
 
 

@@ -361,6 +361,46 @@ def test_errors_have_the_callers_names(function, args, options, name):
 
 
 @BOTH
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_new_tokens_without_room_are_refused_before_any_is_written(fa, is_paged):
+    q, new, cache = random(2, 4, 4, 16), random(2, 4, 2, 16), random(2, 48, 2, 16)
+    before, pages, of_pages = cache.clone(), cache, {}
+    if is_paged:
+        name = "block_table" if fa is fa2 else "page_table"
+        pages, of_pages = cache.view(6, 16, 2, 16), {name: torch.arange(6, dtype=torch.int32).view(2, 3)}
+    no_room = r"^cache_seqlens: got 45 for batch entry 1; expected lengths from 0 to 44, as .* 4 are new"
+    for numbers, words in (([3, 45], no_room), ([-1, 3], "^cache_seqlens: got -1 for batch entry 0")):
+        lengths = torch.tensor(numbers, dtype=torch.int32)
+        for rotary in ({}, dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(48, 8))):
+            with pytest.raises(ShapeError, match=words):
+                fa.flash_attn_with_kvcache(q, pages, pages, new, new, cache_seqlens=lengths, **of_pages, **rotary)
+    assert torch.equal(cache, before)
+    full = torch.tensor([0, 44], dtype=torch.int32)
+    fa.flash_attn_with_kvcache(q, pages, pages.clone(), new, new, cache_seqlens=full, **of_pages)
+    assert torch.equal(cache[0, :4], new[0])
+
+
+@BOTH
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_gradients_through_a_cache_are_refused_in_the_callers_names(fa, num_splits):
+    q, new, cache = random(2, 4, 4, 16), random(2, 4, 2, 16), random(2, 48, 2, 16)
+    for given in ((q.clone().requires_grad_(), cache, cache), (q, cache, cache, new.clone().requires_grad_(), new)):
+        with pytest.raises(UnsupportedError, match=r"^flash_attn_with_kvcache with a gradient") as caught:
+            fa.flash_attn_with_kvcache(*given, cache_seqlens=3, num_splits=num_splits)
+        assert "sdpa" not in str(caught.value)
+        assert "PagedKVCache" not in str(caught.value)
+
+
+def test_gradients_of_packed_queries_on_pages_are_refused_in_the_callers_names():
+    q, pages = random(4, 4, 16).requires_grad_(), random(3, 8, 2, 16)
+    ends, table = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
+    words = "^flash_attn_varlen_func with block_table with a gradient"
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        fa2.flash_attn_varlen_func(q, pages, pages, ends, ends, 4, 4, block_table=table)
+    assert "sdpa" not in str(caught.value)
+
+
+@BOTH
 @pytest.mark.parametrize("kind", ["dense", "packed", "cached"])
 def test_compiled_without_a_break(fa, kind):
     q, k, v = random(2, 9, 6, 32), random(2, 14, 3, 32), random(2, 14, 3, 32)

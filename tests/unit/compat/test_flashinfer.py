@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -520,8 +521,8 @@ def test_what_no_kernel_does_is_refused(call, words):
         (lambda: decoder(BATCH, q_len_per_req=0), "q_len_per_req"),
         (lambda: decoder(BATCH, pos_encoding_mode="ROPE"), "pos_encoding_mode"),
         (lambda: decoder(BATCH, q_data_type="float16").run(Q, BATCH.cache), "q: got float64; expected float16"),
-        (lambda: decoder(BATCH, kv_data_type="float16").run(Q, BATCH.cache), "k_pages: got float64"),
-        (lambda: decoder(BATCH, page=8).run(Q, BATCH.cache), "k_pages: got"),
+        (lambda: decoder(BATCH, kv_data_type="float16").run(Q, BATCH.cache), r"paged_kv_cache\[:, 0\]: got float64"),
+        (lambda: decoder(BATCH, page=8).run(Q, BATCH.cache), r"paged_kv_cache\[:, 0\]: got"),
         (lambda: decoder(BATCH).run(Q[:1], BATCH.cache), r"q: got .*; expected shape \(2, 4, 16\)"),
         (lambda: decoder(BATCH).run(Q[..., :8], BATCH.cache), "q: got"),
         (lambda: decoder(BATCH).run(Q, BATCH.cache[:, 0]), "paged_kv_cache"),
@@ -540,3 +541,50 @@ def test_what_no_kernel_does_is_refused(call, words):
 def test_wrong_arguments_are_refused(call, words):
     with pytest.raises(CudnnSdpaError, match=words):
         call()
+
+
+K, NARROW = torch.zeros(9, 4, 16, dtype=torch.float64), torch.zeros(9, 3, 16, dtype=torch.float64)
+ONE = torch.zeros(1, dtype=torch.int64)
+
+
+def appended(new, pages=BATCH.cache, last=0):
+    flashinfer.append_paged_kv_cache(new, new, ONE, ONE + last, pages, ONE, torch.tensor([0, 1]), ONE)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: flashinfer.single_prefill_with_kv_cache(Q, K, K, custom_mask=torch.ones(3, 9).bool()), "custom_mask"),
+        (lambda: flashinfer.single_prefill_with_kv_cache(Q, K, K, sm_scale="a"), "sm_scale: got str"),
+        (lambda: flashinfer.single_prefill_with_kv_cache(Q, K, K, sm_scale="a", k_scale=2.0), "sm_scale: got str"),
+        (lambda: flashinfer.single_prefill_with_kv_cache(Q, K, K, k_scale="a"), "k_scale: got str"),
+        (lambda: flashinfer.single_prefill_with_kv_cache(Q, K, K, logits_soft_cap="a"), "logits_soft_cap: got str"),
+        (lambda: flashinfer.single_prefill_with_kv_cache(Q, K, K, window_left=1.5), "window_left: got 1.5"),
+        (lambda: flashinfer.single_decode_with_kv_cache(Q[0], NARROW, NARROW), "k: got 3 heads"),
+        (lambda: flashinfer.single_decode_with_kv_cache(Q[0], K.int(), K), "k: got int32"),
+        (lambda: decoder(BATCH, heads=3).run(Q[:, :3], BATCH.cache), r"paged_kv_cache\[:, 0\]: got 2 heads"),
+        (lambda: decoder(BATCH, page=8).run(Q, BATCH.cache.unbind(1)), r"paged_kv_cache\[0\]: got"),
+        (lambda: decoder(BATCH, block_tables=CSR[None].expand(2, -1) + 99).run(Q, BATCH.cache), "block_tables: got"),
+        (lambda: decoder(BATCH, seq_lens=CSR[:2] + 9999).run(Q, BATCH.cache), "seq_lens: got "),
+        (lambda: appended(NARROW[:1]), "append_key: got shape"),
+        (lambda: appended(K[:1, :2], last=99), "positions: got slot"),
+        (lambda: flashinfer.merge_state(K, K[..., 0], K, NARROW[..., 0]), "s_b: got shape"),
+        (lambda: flashinfer.merge_state(K, K[..., 0], K.float(), K[..., 0]), "v_b: got float32"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_callers_names(call, words):
+    with pytest.raises(ArgumentError, match=f"^{words}") as caught:
+        call()
+    assert not re.search(r"_pages|attn_mask|\bsoftcap|\bscale:|\blses|\bouts", str(caught.value))
+
+
+def test_gradients_are_refused_in_the_callers_names():
+    q, new = Q.clone().requires_grad_(), K[:1, :2].clone().requires_grad_()
+    calls = {
+        "single_decode_with_kv_cache": lambda: flashinfer.single_decode_with_kv_cache(q[0], K, K),
+        "BatchDecodeWithPagedKVCacheWrapper.run": lambda: decoder(BATCH).run(q, BATCH.cache),
+        "append_paged_kv_cache": lambda: appended(new),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UnsupportedError, match=f"^{name} with a gradient"):
+            call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import pickle
 import re
 import sys
 from functools import partialmethod
@@ -17,7 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import originals
 
+from cudnn_sdpa.errors import UnsupportedError
+
 NOTES = json.loads(originals.NOTES.read_text())
+COMPAT = "cudnn_sdpa.compat"
 
 #: What the originals have and these modules do not.
 MISSING = re.compile(
@@ -30,7 +34,7 @@ CASES = [(module, name) for module, of in NOTES.items() for name in of["signatur
 
 def own_parameters(module: str, name: str) -> str:
     """Parameters as they are written, without types and those that a `partialmethod` has given."""
-    found = importlib.import_module(f"cudnn_sdpa.compat.{module}")
+    found = importlib.import_module(f"{COMPAT}.{module}")
     *of, last = name.split(".")
     plain = inspect.getattr_static(attrgetter(*of)(found), last) if of else attrgetter(name)(found)
     if isinstance(plain, property):
@@ -53,10 +57,45 @@ def test_parameters_are_those_of_the_original(module, name):
 @pytest.mark.parametrize("module", NOTES)
 def test_no_function_is_missing_or_added(module):
     """A class may be there without methods of its own, such as a dataclass."""
-    ours = importlib.import_module(f"cudnn_sdpa.compat.{module}")
+    ours = importlib.import_module(f"{COMPAT}.{module}")
     functions = {name for name in ours.__all__ if inspect.isfunction(getattr(ours, name))}
     assert functions == {name for of, name in CASES if of == module and "." not in name}
     assert {name.partition(".")[0] for of, name in CASES if of == module} <= set(ours.__all__)
+
+
+#: Missing functions and classes, without methods of classes that are there; and some that are not in the notes.
+LACKING = sorted(
+    {
+        (module, name.partition(".")[0])
+        for module, of in NOTES.items()
+        for name in of["signatures"]
+        if MISSING.match(name) and name.partition(".")[0] not in importlib.import_module(f"{COMPAT}.{module}").__all__
+    }
+    | {("flash_attn", "_flash_attn_forward"), ("xformers", "MemoryEfficientAttentionCutlassOp")}
+    | {("flashinfer", name) for name in ("trtllm_batch_decode_with_kv_cache", "MultiLevelCascadeAttentionWrapper")}
+)
+
+
+@pytest.mark.parametrize(("module", "name"), LACKING, ids=[".".join(x) for x in LACKING])
+def test_what_is_missing_raises_with_what_works_also_on_import(module, name):
+    ours = importlib.import_module(f"{COMPAT}.{module}")
+    assert not hasattr(ours, name)
+    with pytest.raises(UnsupportedError, match=rf"(?s){module}\.{name} .*  - .*What works: ") as caught:
+        getattr(ours, name)
+    with pytest.raises(ImportError) as on_import:
+        exec(f"from {COMPAT}.{module} import {name}")  # noqa: S102
+    assert str(on_import.value) == str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("module", NOTES)
+def test_unknown_names_are_unknown(module):
+    ours = importlib.import_module(f"{COMPAT}.{module}")
+    with pytest.raises(AttributeError, match=r"has no attribute 'flash_atn'") as caught:
+        ours.flash_atn  # noqa: B018
+    assert not isinstance(caught.value, UnsupportedError)
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec(f"from {COMPAT}.{module} import flash_atn")  # noqa: S102
 
 
 @pytest.mark.parametrize("module", NOTES)

@@ -194,8 +194,15 @@ def test_biases_of_an_installed_xformers_are_known_by_name():
     found = xops.memory_efficient_attention(q, q, q, theirs)
     assert torch.equal(found, xops.memory_efficient_attention(q, q, q, ours))
     other = type("BlockDiagonalGappyKeysMask", (), {"__module__": "mslk.attention.fmha.attn_bias"})()
-    with pytest.raises(UnsupportedError, match="BlockDiagonalGappyKeysMask"):
+    with pytest.raises(UnsupportedError, match="BlockDiagonalGappyKeysMask") as caught:
         xops.memory_efficient_attention(q, q, q, other)
+    assert "materialize" not in str(caught.value)
+    type(other).materialize = lambda _, shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    with pytest.raises(UnsupportedError, match=r"attn_bias\.materialize\(shape, dtype, device\)"):
+        xops.memory_efficient_attention(q, q, q, other)
+    shape = 1, 4, q.shape[1], q.shape[1]
+    advised = xops.memory_efficient_attention(q, q, q, other.materialize(shape, q.dtype, q.device))
+    assert torch.equal(advised, xops.memory_efficient_attention(q, q, q))
 
     class Own(xops.LowerTriangularMask):
         pass
@@ -239,6 +246,16 @@ Q = torch.zeros(1, 11, 4, 16)
 def test_wrong_arguments_are_named(options, error, words):
     with pytest.raises(error, match=words):
         xops.memory_efficient_attention(**{"query": Q, "key": Q, "value": Q, **options})
+
+
+def test_no_bias_is_stored_and_no_error_says_so():
+    for bias in (xops.LowerTriangularMask(), xops.BlockDiagonalMask.from_seqlens([3], device="cpu")):
+        assert not hasattr(bias, "materialize")
+        with pytest.raises(UnsupportedError, match=rf"(?s){type(bias).__name__}\.materialize.*the bias itself"):
+            bias.materialize((3, 3))
+    with pytest.raises(UnsupportedError, match=r"attn_bias of class builtins\.str") as caught:
+        xops.memory_efficient_attention(Q, Q, Q, "causal")
+    assert "materialize" not in str(caught.value)
 
 
 def test_wrong_biases_are_refused():

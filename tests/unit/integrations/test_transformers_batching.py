@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import DECODERS, tiny
+from hf_models import DECODERS, SMALL, tiny
 from transformers import ContinuousBatchingConfig, GenerationConfig, masking_utils
 
+import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.integrations import attention
 from cudnn_sdpa.integrations.transformers import NAME, register
@@ -131,12 +132,16 @@ def test_what_a_block_table_cannot_have_is_refused():
 GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=1000, pad_token_id=0)
 
 
-def generated(model, prompts):
-    """Greedy tokens, those of prompts longer than 24 tokens in chunks, on pages of 16 tokens where they can be set."""
+def batch_of(model, prompts):
+    """Greedy results, prompts longer than 24 tokens in chunks, on pages of 16 tokens where they can be set."""
     size = {"page_size": 16} if IS_SUPPORTED else {}
     batching = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=24, **size)
     given = {"generation_config": GREEDY, "continuous_batching_config": batching, "progress_bar": False}
-    return [result.generated_tokens for result in model.generate_batch(prompts, **given).values()]
+    return list(model.generate_batch(prompts, **given).values())
+
+
+def generated(model, prompts):
+    return [result.generated_tokens for result in batch_of(model, prompts)]
 
 
 @needs_support
@@ -162,6 +167,30 @@ def test_generate_batch_generates_the_tokens_of_generate(name, tables, monkeypat
     assert ours.config._attn_implementation == NAME
     has_only_full_attention = name in ("llama", "qwen3")
     assert bool(steps) == (tables and has_only_full_attention)
+
+
+@needs_support
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "cause"),
+    [
+        (16, torch.float32, "dtype is float32: load it with dtype=torch.bfloat16, or"),
+        (12, torch.bfloat16, "head dim 12"),
+    ],
+)
+def test_a_request_that_fails_is_told_what_works_in_the_thread_of_batches(head_dim, dtype, cause, monkeypatch):
+    monkeypatch.setitem(SMALL, "head_dim", head_dim)
+    model = tiny(DECODERS["llama"], NAME).to(dtype)
+    prompts = [torch.randint(3, 96, (5,)).tolist()]
+    with cudnn_sdpa.cpu_checks("h200"), cudnn_sdpa.fallback("torch"):  # which is not in force in that thread
+        (failed,) = batch_of(model, prompts)
+        assert cause in failed.error
+        for words in ("fallback", "autocast", "functional.pad", "query.to(", "kernels.attention"):
+            assert words not in failed.error
+        assert 'model.set_attn_implementation("sdpa")' in failed.error
+        model.set_attn_implementation("sdpa")
+        (done,) = batch_of(model, prompts)
+    assert done.error is None
+    assert len(done.generated_tokens) == GREEDY.max_new_tokens
 
 
 @needs_support

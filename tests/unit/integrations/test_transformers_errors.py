@@ -32,6 +32,9 @@ def test_a_model_in_float32_is_told_how_to_be_loaded_and_what_works_does():
     assert text.startswith("LlamaAttention of layer 0 of a llama model: query: got float32; expected float16 or")
     assert "The model's dtype is float32: load it with dtype=torch.bfloat16" in text
     assert 'set_attn_implementation("sdpa")' in text
+    assert "query.to(" not in text
+    assert "kernels.attention" not in text
+    assert text.count("CPU tensors are checked for h200") == 1
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(IDS).logits.float()
     assert isinstance(caught.value.__cause__, DtypeError)
@@ -52,8 +55,11 @@ def test_a_layer_of_two_dtypes_names_both():
 
 def test_a_head_dim_of_the_config(monkeypatch):
     monkeypatch.setitem(SMALL, "head_dim", 20)
-    with pytest.raises(ShapeError, match=r"LlamaAttention .* head dim 20.* The head dim is the config's head_dim, or"):
+    with pytest.raises(
+        ShapeError, match=r"LlamaAttention .* head dim 20.* The head dim is the config's head_dim, or"
+    ) as it:
         tiny(DECODERS["llama"], NAME).bfloat16()(IDS)
+    assert "functional.pad" not in str(it.value)
 
 
 def test_what_no_kernel_supports_keeps_its_reasons():

@@ -1,0 +1,33 @@
+"""Names of the originals that modules of `cudnn_sdpa.compat` lack: why, and what works in their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from opcode import opmap
+from typing import NoReturn
+
+from cudnn_sdpa.errors import UnsupportedError
+
+
+class MissingError(UnsupportedError, AttributeError):
+    """A name of the original has no counterpart. It is an `AttributeError`, so `hasattr` is False."""
+
+
+def missing(module: str, names: Mapping[str, tuple[str, str]]) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a module, given patterns of names, each with the reason and with what works.
+
+    `from … import` raises `ImportError` with the same words: those of an `AttributeError` Python would drop.
+    """
+
+    def refuse(name: str) -> NoReturn:
+        known = next((x for pattern, x in names.items() if fnmatchcase(name, pattern)), None)
+        if known is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        error, caller = MissingError(f"{module}.{name}", [known[0]], known[1]), sys._getframe(1)
+        if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
+            raise ImportError(str(error)) from error
+        raise error
+
+    return refuse
