@@ -4,8 +4,9 @@ Code that imports these names of `flashinfer` runs on them unchanged: parameters
 defaults of FlashInfer 0.7.2, pages are "NHD" or "HND" in one tensor or two, log-sum-exps are to the base of 2, and
 masks and windows are aligned with the last key. Workspaces, backends and other hints are accepted and not needed. What
 no kernel does (positions within attention, masks of one's own, NVFP4, kernels from given source) raises
-`UnsupportedError`, which is a `NotImplementedError`, with the reason and with what works. So does what is missing
-here, and its import raises `ImportError`. Queries that see no key get zeros, and an LSE of minus infinity.
+`UnsupportedError`, which is a `NotImplementedError`, with the reason and with what works. So does what is missing here:
+wrappers when they are made; the import of others raises `ImportError`. Queries that see no key get zeros, and an LSE of
+minus infinity.
 
 Examples:
     >>> import torch
@@ -72,4 +73,4 @@ if not TYPE_CHECKING:  # which would take any name for one of this module
         "cudnn_batch_*": ("cuDNN is called by this library's own functions", _ON_PAGES),
         "*packbits": ("masks are not packed", "custom_mask of single_prefill_with_kv_cache"),
     }
-    __getattr__ = missing(__name__, _MISSING)
+    __getattr__ = missing(__name__, _MISSING, imported="*Wrapper")
