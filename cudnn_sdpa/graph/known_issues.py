@@ -467,7 +467,7 @@ ATTENTION_ISSUES = (
 
 def concerning(key: PlanKey) -> list[KnownIssue]:
     version = key.target.cudnn
-    rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    rows: tuple[KnownIssue, ...] = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
     if key.provider is not None:
         rows = (*ATTENTION_ISSUES, *FUSED_ISSUES)
     of_provider = [issue for issue in rows if issue.provider == key.provider]
