@@ -133,13 +133,14 @@ def packages(facts: Facts) -> Iterator[Finding]:
 
 def other_providers(facts: Facts) -> Iterator[Finding]:
     named = {name.strip() for name in facts.environment.get("CUDNN_SDPA_PROVIDERS", "").split(",")}
-    for provider, what, missing in (
-        ("fa4", "FlashAttention-4, which", facts.flash4_missing),
-        ("frontend", "cuDNN's frontend, whose own kernels", facts.frontend_missing),
+    for by, what, missing in (
+        ({"fa4", "fastest"}, "FlashAttention-4, which cannot be used", facts.flash4_missing),
+        ({"frontend"}, "cuDNN's frontend, whose own kernels cannot be used", facts.frontend_missing),
+        ({"fa4", "fastest", "frontend"}, "providers whose functions cannot be linked", facts.compiler_missing),
     ):
-        if missing and provider in named:
+        if missing and by & named:
             found, _, cure = missing.rpartition("; ")
-            yield _warning(f"CUDNN_SDPA_PROVIDERS names {what} cannot be used", found, f"{cure}.")
+            yield _warning(f"CUDNN_SDPA_PROVIDERS asks for {what}", found, f"{cure}.")
 
 
 def cudnn(facts: Facts) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from cudnn_sdpa.errors import OfflineError, OptionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import check_name
-from cudnn_sdpa.offline import interpreter, planner
+from cudnn_sdpa.offline import function_compiler, interpreter, planner
 from cudnn_sdpa.plans import default_store, private_folders, providers, shape_policy
 from cudnn_sdpa.plans.cache import capacity_from_environment
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
@@ -90,6 +90,7 @@ class Facts:
     flash4: str = ""  # versions of FlashAttention-4 and of what it needs
     flash4_missing: str = ""  # why it cannot be used
     frontend_missing: str = ""  # why the frontend's own kernels cannot be used
+    compiler_missing: str = ""  # why functions of both cannot be linked
     plan_store: str | None = None  # None if it is off, or the user has no cache folder
     plan_store_problem: str = ""  # why plans cannot be saved
     plan_store_is_readable: bool = False  # although they cannot be saved
@@ -127,6 +128,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         flash4=installed().identity,
         flash4_missing=installed().missing,
         frontend_missing=frontend.installed().missing,
+        compiler_missing=function_compiler.why_no_compiler(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         hip=torch.version.hip,

@@ -377,6 +377,7 @@ def _plan(
         result.build_seconds, result.loaded, result.native = plan.build_seconds, plan.loaded, loader.status()
         result.launched = _launched(plan)
     elif isinstance(operation, ProgramOp):
+        known_issues.check(key)
         plan = operation.program(key)
     else:
         plan = plan_offline(key, properties)

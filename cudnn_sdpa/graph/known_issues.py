@@ -47,7 +47,8 @@ class KnownIssue:
         first: First version with the bug, as a number.
         fixed: First version without it.
         in_capture: Whether only launches into a CUDA graph are affected; these are refused.
-        provider: Whose kernels have it; None is cuDNN.
+        provider: Whose kernels have it; None is cuDNN. Another provider declines the calls whose plans it concerns,
+            whichever table has the row, in all of its versions.
     """
 
     bug: str
@@ -59,6 +60,12 @@ class KnownIssue:
     fixed: int = NEVER_FIXED
     in_capture: bool = False
     provider: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.provider is not None and (self.first, self.fixed) != (0, NEVER_FIXED):
+            raise ValueError(
+                f"first and fixed are versions of cuDNN, which say nothing of {self.provider!r}: {self.bug}"
+            )
 
     def __str__(self) -> str:
         return f"{self.bug} ({self.source}); {self.treatment}"
@@ -460,16 +467,23 @@ ATTENTION_ISSUES = (
 
 def concerning(key: PlanKey) -> list[KnownIssue]:
     version = key.target.cudnn
-    rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    rows: tuple[KnownIssue, ...] = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    if key.provider is not None:
+        rows = (*ATTENTION_ISSUES, *FUSED_ISSUES)
     of_provider = [issue for issue in rows if issue.provider == key.provider]
     return [issue for issue in of_provider if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 
+def reasons_against(key: PlanKey) -> list[str]:
+    """Every bug that a plan does not avoid, and for which it is refused."""
+    return [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
+
+
 def check(key: PlanKey) -> None:
     """Refuses to build a plan that would give wrong results, with every bug that the plan does not avoid."""
-    reasons = [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
-    if reasons:
-        raise UnsupportedError(f"{key.name} with cuDNN {version_string(key.target.cudnn)}", reasons)
+    if reasons := reasons_against(key):
+        by = f"cuDNN {version_string(key.target.cudnn)}" if key.provider is None else f"kernels of {key.provider!r}"
+        raise UnsupportedError(f"{key.name} with {by}", reasons)
 
 
 def not_in_capture(key: PlanKey) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels.arguments import FUSED, GPU_DTYPES, MAX_FUSED_DIM, TILED, Needs
@@ -30,7 +31,8 @@ def reasons_of(spec: ForwardSpec | BackwardSpec, target: Target) -> list[str]:
         ),
         "they have no lengths, sinks, soft cap, dropout or ALiBi": replace(dense, deterministic=False) != plain,
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    found = [reason for reason, holds in reasons.items() if holds]
+    return found or known_issues.reasons_against(key_of(spec, target, None))
 
 
 def spec_of(spec: ForwardSpec | BackwardSpec) -> Spec:

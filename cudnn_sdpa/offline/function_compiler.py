@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,26 @@ from pathlib import Path
 from typing import Any
 
 
+def why_no_compiler() -> str:
+    """Why there is no C compiler, which links functions, and the cure behind a semicolon; empty if there is one."""
+    if shutil.which(_compiler()):
+        return ""
+    cure = "install a C compiler (on Debian: apt-get install gcc libc6-dev), or name one in CC"
+    return f"the C compiler {_compiler()!r}, which links functions, is not found; {cure}"
+
+
+def _compiler() -> str:
+    return os.environ.get("CC") or "cc"
+
+
 def library_of(function: Any) -> bytes:
     """A function that CuTe's DSL compiled as a shared library, whose one symbol for callers is `__tvm_ffi_func`."""
+    if why := why_no_compiler():
+        raise OSError(why)
     with tempfile.TemporaryDirectory() as folder:
         compiled, linked = Path(folder, "function.o"), Path(folder, "function.so")
         function.export_to_c(object_file_path=str(compiled), function_name="func")
-        command = [os.environ.get("CC") or "cc", "-shared", "-Wl,-z,noexecstack", "-o", str(linked), str(compiled)]
+        command = [_compiler(), "-shared", "-Wl,-z,noexecstack", "-o", str(linked), str(compiled)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(f"{' '.join(command)}: {done.stderr[-400:]}")

@@ -38,6 +38,10 @@ _KINDS = {torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float32: (2, 32
 SIZES = "sizes"
 
 
+#: The largest number of elements that a tensor of a compiled function extends over.
+MAX_ELEMENTS = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class TensorArgument:
     """A tensor that a function reads or writes.
@@ -54,6 +58,11 @@ class TensorArgument:
     dtype: torch.dtype
     offset: int = 0
     sizes: int | None = None
+
+    @property
+    def extent(self) -> int:
+        """The number of elements from its first to its last, with those between that are not its own."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,13 @@ class FunctionProgram:
     workspace: int = 0
     zeroed: tuple[int, int] = (0, 0)
     knobs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def reasons_against(self) -> list[str]:
+        """The tensors beyond what functions were tested with: their addresses may be computed in 32 bits."""
+        tensors = [x for call in self.calls for x in call.arguments if isinstance(x, TensorArgument)]
+        large = {x.operand or "its workspace" for x in tensors if x.extent > MAX_ELEMENTS}
+        return [f"it is untested beyond {MAX_ELEMENTS:,} elements of {name}" for name in sorted(large)]
 
 
 class Interface:

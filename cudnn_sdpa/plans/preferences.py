@@ -19,6 +19,12 @@ def _table() -> dict[str, dict[str, Any]]:
     return found
 
 
+def gpu_of(function: str) -> str:
+    """The GPU on which the rows of a function were measured; they decide for others of its compute capability, too."""
+    measured: str = _table()[function]["measured"]
+    return measured.partition(",")[0]
+
+
 def rows_of(function: str) -> list[dict[str, Any]]:
     """The rows of a function, whose lists are tuples."""
     rows = _table()[function]["rows"]

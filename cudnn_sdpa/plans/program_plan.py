@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
@@ -43,7 +44,8 @@ class ProgramOp(GraphDefinition):
         raise AssertionError("cuDNN compiles no kernels of others")
 
     def plan(self, key: PlanKey) -> Plan:
-        """The plan of a key, compiled if need be."""
+        """The plan of a key, compiled if need be; known bugs of its kernels are refused."""
+        known_issues.check(key)
         start = time.perf_counter()
         plan = self.made(key)
         plan.build_seconds = time.perf_counter() - start

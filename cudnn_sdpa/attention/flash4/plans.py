@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.flash4.installed import installed
-from cudnn_sdpa.attention.flash4.programs import CAUSAL, ENGINE, Kind, Window, program_of
+from cudnn_sdpa.attention.flash4.programs import CAUSAL, ENGINE, Kind, Window, program, program_of
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -117,6 +117,7 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
             reasons.append(f"{name} is expanded: it would be copied")
     if "grad_q" in layouts and dims[0] != dims[1] and q.shape[1] != layouts["k"].shape[1]:
         reasons.append("its gradients of grouped heads need one head dim of q and v")
+    reasons = reasons or program(layouts, window).reasons_against
     if not reasons and (failure := functions.failure(Kind.of(layouts, window))):
         reasons.append(failure)
     return reasons

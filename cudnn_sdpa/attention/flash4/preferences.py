@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.preferences import rows_of
+from cudnn_sdpa.plans.preferences import gpu_of, rows_of
 
 #: FlashAttention-4 serves calls that take it at most this share of cuDNN's time.
 AT_MOST = 0.98
@@ -60,7 +60,8 @@ class Preference(NamedTuple):
     of: str
 
     def __str__(self) -> str:
-        return f"measured {self.fa4_us:.0f} µs, cuDNN's engines {self.cudnn_us:.0f} µs ({self.of}; preferences.json)"
+        times = f"measured {self.fa4_us:.0f} µs, cuDNN's engines {self.cudnn_us:.0f} µs"
+        return f"{times} ({self.of}, on an {gpu_of('sdpa')}; preferences.json)"
 
     @property
     def prefers_flash4(self) -> bool:
@@ -79,7 +80,8 @@ class PagesPreference(NamedTuple):
     of: str
 
     def __str__(self) -> str:
-        return f"measured {self.fa4_us:.0f} µs, the own kernel {self.own_us:.0f} µs ({self.of}; preferences.json)"
+        times = f"measured {self.fa4_us:.0f} µs, the own kernel {self.own_us:.0f} µs"
+        return f"{times} ({self.of}, on an {gpu_of('sdpa_paged_varlen')}; preferences.json)"
 
     @property
     def prefers_flash4(self) -> bool:

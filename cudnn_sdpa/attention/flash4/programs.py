@@ -68,6 +68,23 @@ class Kind(NamedTuple):
     is_packed: bool
     is_on_pages: bool = False
 
+    def __str__(self) -> str:
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim} and {self.dim_v}"
+        details = {
+            f"{self.group} query heads for a key head": self.group > 1,
+            "causal": self.is_causal,
+            "window": self.has_left or self.has_right,
+            "sinks": self.has_sinks,
+            "soft cap": self.is_capped,
+            "log-sum-exp": self.has_lse and not self.is_backward,
+            "one tile of queries": self.few_queries,
+            "one tile of keys": self.few_keys,
+            "on pages": self.is_on_pages,
+            "packed": self.is_packed and not self.is_on_pages,
+        }
+        what = f"{'gradients' if self.is_backward else 'calls'} in {self.dtype}, D={dims}"
+        return ", ".join([what, *(name for name, holds in details.items() if holds)])
+
     @classmethod
     def of(cls, layouts: Mapping[str, TensorLayout], window: Window) -> Kind:
         """The kind of a call with these operands: (B, H, S, D), (T, H, D) of packed sequences, (pages, H, S, D)."""

@@ -32,6 +32,7 @@ from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.engine.launch import BoundPlan, Prepared, SingleLaunch
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
@@ -126,7 +127,8 @@ class Call(NamedTuple):
 
     def reasons_against(self, target: Target) -> list[str]:
         """Why FlashAttention-4 cannot serve it; empty if it can."""
-        return self.lacking or reasons_against(self.layouts, self.window, target)
+        found = self.lacking or reasons_against(self.layouts, self.window, target)
+        return found or known_issues.reasons_against(self.key(target, None))
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         operation = flash4_backward if "grad_q" in self.layouts else flash4_forward
@@ -216,9 +218,7 @@ def _lacking(spec: AttentionSpec, *, attn_mask: bool = False, lengths: bool = Fa
         "it has no sequence lengths": lengths,
         "it has no dropout": spec.dropout_p > 0,
         "it has no ALiBi": spec.alibi,
-        "it does not promise deterministic results": (
-            spec.deterministic or torch.are_deterministic_algorithms_enabled()
-        ),
+        "it does not promise deterministic results": spec.deterministic,
     }
     return [reason for reason, is_wanted in lacking.items() if is_wanted]
 

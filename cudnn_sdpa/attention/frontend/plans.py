@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.frontend.installed import installed
-from cudnn_sdpa.attention.frontend.programs import ENGINE, FORWARD, ROWS, Kind, program_of, strides_of
+from cudnn_sdpa.attention.frontend.programs import ENGINE, FORWARD, ROWS, Kind, program, program_of, strides_of
 from cudnn_sdpa.attention.mask import Band
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
@@ -108,6 +108,7 @@ def reasons_against(layouts: Mapping[str, TensorLayout], band: Band | None, targ
     kept = f"are expanded, or have strides that are no multiples of {UNIT}"
     if unreadable := [name for name in ROWS if not _is_readable(layouts[name])]:
         reasons.append(f"it takes no tensors that {kept}, as {' and '.join(unreadable)}")
+    reasons = reasons or program(layouts, band).reasons_against
     if not reasons and (failure := functions.failure(Kind.of(layouts, band))):
         reasons.append(failure)
     return reasons

@@ -59,6 +59,17 @@ class Kind(NamedTuple):
     order_v: str
     order_out: str
 
+    def __str__(self) -> str:
+        details = {
+            f"window ({self.left}, {self.right})": (self.left, self.right) != (None, None),
+            "bottom-right": self.bottom_right,
+            "sinks": self.has_sinks,
+            "log-sum-exp": self.has_lse,
+        }
+        q, k = (f"({self.batch}, {h}, {s}, {self.dim})" for h, s in ((self.heads, self.sq), (self.heads_kv, self.skv)))
+        what = f"calls in {self.dtype}, q {q}, k {k}, Dv={self.dim_v}"
+        return ", ".join([what, *(name for name, holds in details.items() if holds)])
+
     @classmethod
     def of(cls, layouts: Mapping[str, TensorLayout], band: Band | None) -> Kind:
         """The kind of a call with these operands, each (B, H, S, D)."""

@@ -5,10 +5,9 @@ It has no gradients here.
 
 from __future__ import annotations
 
-import torch
-
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.frontend.plans import frontend_forward, reasons_against
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
@@ -18,19 +17,19 @@ def reasons_of(spec: ForwardSpec | BackwardSpec, target: Target) -> list[str]:
     if isinstance(spec, BackwardSpec):
         return ["it has no gradients on compute capability 9.0"]
     dense = spec.dense
-    deterministic = dense.deterministic or torch.are_deterministic_algorithms_enabled()
     lacking = {
         "it has no attn_mask": dense.bias is not None,
         "its sequence lengths are not used": dense.has_lengths,
         "it has no dropout": dense.dropout_p > 0,
         "it has no ALiBi": dense.alibi,
         "it has no soft cap": dense.is_capped,
-        "it does not promise deterministic results": deterministic,
+        "it does not promise deterministic results": dense.deterministic,
     }
     if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted] + dense.unreadable(spec.out):
         return reasons
     layouts = {operand.name: operand.layout for operand in (*spec.plain_inputs(), *spec.outputs())}
-    return reasons_against(layouts, dense.mask.band, target)
+    found = reasons_against(layouts, dense.mask.band, target)
+    return found or known_issues.reasons_against(key_of(spec, target, None))
 
 
 def key_of(spec: ForwardSpec, target: Target, device: int | None) -> PlanKey:

@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.paged.arguments import LATENT_DIMS, PagedArguments
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -146,7 +147,7 @@ def reasons_against(call: OnPages, target: Target) -> list[str]:
         elif needed > limit:
             need = f"{needed / 1024:.0f} KB of shared memory for a block"
             reasons.append(f"head dims of 576 and 512 need {need}; {target} has {limit >> 10} KB")
-    return reasons
+    return reasons or known_issues.reasons_against(Spec.of(call).key(target, None))
 
 
 def _refuse(call: OnPages, target: Target) -> None:

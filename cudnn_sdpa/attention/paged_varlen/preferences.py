@@ -86,6 +86,8 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
             if only_own:
                 return OWN, f"{_KERNELS[OWN]}: {only_own}"
             row = preference_of(call, target)
+            if row is not None and row.kernel == OWN and (against := reasons_against(call, target)):
+                return CUDNN, f"{_KERNELS[CUDNN]}: our own kernel does not serve it, as {'; '.join(against)}"
             return (CUDNN, "") if row is None else (row.kernel, str(row))
         if name in _AGAINST_PAGED:
             reasons.append(_AGAINST_PAGED[name])

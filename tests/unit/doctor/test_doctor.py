@@ -240,6 +240,7 @@ ERRORS = {
         "CUDNN_SDPA_PLAN_DIR",
     ),
 }
+NO_COMPILER = "the C compiler 'cc', which links functions, is not found; install one (apt-get install gcc libc6-dev)"
 WARNINGS = {
     "a variable that nothing reads": (
         replace(WELL, ignored_settings=("CUDNN_SDPA_FOO: nothing reads it",)),
@@ -268,6 +269,26 @@ WARNINGS = {
         "nvidia-cutlass-dsl is not installed",
         "pip install 'nvidia-cutlass-dsl==4.8.1'",
     ),
+    "the fastest provider that is not installed": (
+        replace(
+            WELL,
+            environment={"CUDNN_SDPA_PROVIDERS": "fastest"},
+            flash4_missing="flash-attn-4 is not installed; pip install 'flash-attn-4==4.0.0b36'",
+            frontend_missing="nvidia-cutlass-dsl is not installed; pip install 'nvidia-cutlass-dsl==4.8.1'",
+        ),
+        "other_providers",
+        "flash-attn-4 is not installed",
+        "pip install 'flash-attn-4==4.0.0b36'",
+    ),
+    **{
+        f"no compiler for {name}": (
+            replace(WELL, environment={"CUDNN_SDPA_PROVIDERS": name}, compiler_missing=NO_COMPILER),
+            "other_providers",
+            "the C compiler 'cc', which links functions, is not found",
+            "gcc libc6-dev",
+        )
+        for name in ("fa4", "frontend, cudnn", "fastest")
+    },
     "an old gpu among others": (replace(WELL, gpus=(H200, T4)), "gpus", "Tesla T4", "Ampere"),
     "no compiler, no driver": (
         replace(CPU, engine="", call_error="OfflineError: … needs a C compiler"),
@@ -317,6 +338,7 @@ def test_a_healthy_machine_has_no_findings():
     assert examine(replace(WELL, native="Python: CUDNN_SDPA_NATIVE=off")) == []
     assert examine(replace(WELL, flash4_missing="flash-attn-4 is not installed; pip install it")) == []
     assert examine(replace(WELL, frontend_missing="nvidia-cutlass-dsl is not installed; pip install it")) == []
+    assert examine(replace(WELL, compiler_missing=NO_COMPILER)) == []
     assert f"{'flash-attn-4':<14}4.0.0b36 4.8.1" in as_text(replace(WELL, flash4="4.0.0b36 4.8.1"), []).splitlines()
     assert examine(replace(WELL, native="C++, when c++ has compiled it in the background; before that Python")) == []
     assert "No problems found." in as_text(WELL, [])

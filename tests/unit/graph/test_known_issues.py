@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cudnn_sdpa.graph.backend import GraphBuilder
 from cudnn_sdpa.graph.diagnostics import SourceLocation
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.providers import FLASH4, FRONTEND, OWN
 
 
 def target(cudnn=91900, sm=90):
@@ -132,13 +134,43 @@ def test_custom_graphs_are_not_affected():
     assert known_issues.concerning(key) == []
 
 
-@pytest.mark.parametrize("issue", known_issues.ATTENTION_ISSUES, ids=lambda issue: issue.bug[:40])
+def of_provider(provider, **more):
+    concerns = {"concerns": lambda _: True, **more}
+    return known_issues.KnownIssue("wrong sums", "seen on an H200", "refused", provider=provider, **concerns)
+
+
+@pytest.mark.parametrize("table", ["ATTENTION_ISSUES", "FUSED_ISSUES"])
+def test_bugs_of_other_providers_concern_their_plans_alone(table, monkeypatch):
+    """Whichever table has the row, whatever cuDNN's version."""
+    monkeypatch.setattr(known_issues, table, (of_provider("fa4"), of_provider("own", avoids=lambda _: True)))
+    for operation in ("cudnn_sdpa.attention.dense.graphs:sdpa_forward", "cudnn_sdpa.attention.flash4.plans:any"):
+        for cudnn in (0, 91900, 99999):
+            key = dataclasses.replace(forward(call(), cudnn=cudnn or 91900), operation=operation)
+            fa4, own, other = (dataclasses.replace(key, provider=x) for x in ("fa4", "own", "frontend"))
+            assert known_issues.concerning(other) == []
+            assert faults(fa4) == faults(own) == ["wrong sums"]
+            known_issues.check(own)
+            with pytest.raises(UnsupportedError, match=r"kernels of 'fa4' is not supported here:\n  - wrong sums"):
+                known_issues.check(fa4)
+
+
+@pytest.mark.parametrize("versions", [{"first": 91900}, {"fixed": 92800}])
+def test_bugs_of_other_providers_have_no_version_of_cudnns(versions):
+    with pytest.raises(ValueError, match="versions of cuDNN, which say nothing of 'fa4': wrong sums"):
+        of_provider("fa4", **versions)
+
+
+ALL_ISSUES = (*known_issues.ATTENTION_ISSUES, *known_issues.FUSED_ISSUES)
+
+
+@pytest.mark.parametrize("issue", ALL_ISSUES, ids=lambda issue: issue.bug[:40])
 def test_every_known_issue_is_complete(issue):
     assert issue.first < issue.fixed
+    assert issue.provider in (None, OWN, FLASH4, FRONTEND)
     text = str(issue)
     assert issue.bug in text
     assert issue.treatment in text
-    assert "#" in issue.source or "seen on" in issue.source
+    assert re.search(r"#\d|on \d+\.\d", issue.source)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels import serving
 
@@ -115,8 +118,10 @@ def test_every_option_that_kernels_lack_is_declined(name):
     q = qkv()[0].detach()
     spec = ForwardSpec.of(SdpaCall(q, q, q))
     assert not serving.reasons_of(spec, TARGET)
-    changed = replace(spec, dense=replace(spec.dense, **{name: object()}))
-    assert bool(serving.reasons_of(changed, TARGET)) is (name not in ("bias", "attn_mask"))
+    is_served = name in ("bias", "attn_mask")
+    value = TensorLayout.contiguous((9, 9), torch.bool) if is_served else object()
+    changed = replace(spec, dense=replace(spec.dense, **{name: value}))
+    assert bool(serving.reasons_of(changed, TARGET)) is not is_served
 
 
 def test_masks_that_kernels_have():
@@ -444,3 +449,18 @@ def test_differentiability_is_of_the_providers_in_force():
             torch.autograd.grad(sdpa(q, k, v).sum(), (q, k, v))
         with providers("cudnn"), pytest.raises(UnsupportedError, match="gradient"):
             sdpa(q, k, v)
+
+
+def test_calls_that_meet_a_known_bug_are_another_providers(monkeypatch):
+    bug = KnownIssue("it skips a tile", "seen on an H200", "refused", concerns=lambda _: True, provider="own")
+    monkeypatch.setattr(known_issues, "ATTENTION_ISSUES", (*known_issues.ATTENTION_ISSUES, bug))
+    q, k, v = (x.detach() for x in qkv(64))
+    with providers("own", "cudnn"):
+        found = explain(sdpa, q, k, v)
+    assert (found.provider, found.supported) == ("cudnn", True)
+    assert f"own kernels do not serve it, as {bug}" in found.choice
+    with providers("own"):
+        assert explain(sdpa, q, k, v).reasons == [f"own kernels: {bug}"]
+    refused = explain(kernels.attention, q, k, v)
+    assert not refused.supported
+    assert refused.reasons == [str(bug)]

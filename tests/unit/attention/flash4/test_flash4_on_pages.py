@@ -16,6 +16,8 @@ from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.attention.flash4.plans import functions
 from cudnn_sdpa.attention.flash4.preferences import PagesPreference
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
 from tests.unit.attention.paged_varlen.test_paged_varlen import exact
 
 BF16 = torch.bfloat16
@@ -169,6 +171,28 @@ def test_what_it_declines_is_refused_or_the_own_kernels(name):
         assert found.provider == "own"
         assert reason in found.choice
         assert found.choice.startswith("own kernels: FlashAttention-4 does not serve it, as ")
+
+
+def test_known_bugs_of_either_provider_are_the_others(monkeypatch):
+    given = drawn()
+    for provider, other in (("fa4", "own"), ("own", "fa4")):
+        bug = KnownIssue("it skips a page", "seen on an H200", "refused", concerns=lambda _: True, provider=provider)
+        monkeypatch.setattr(known_issues, "ATTENTION_ISSUES", (bug,))
+        with providers(provider, other):
+            found = explain(sdpa_paged_varlen, **given)
+        assert (found.provider, found.supported) == (other, True)
+        with providers(provider):
+            assert any(str(bug) in reason for reason in explain(sdpa_paged_varlen, **given).reasons)
+
+
+def test_caches_whose_addresses_may_not_fit_32_bits_are_the_own_kernels():
+    given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in drawn().items()}
+    for count, provider in ((2**31 // given["k_pages"][0].numel() + 1, "own"), (2**20, "fa4")):
+        pages = torch.empty(count, *given["k_pages"].shape[1:], dtype=BF16, device="meta")
+        with providers("fa4", "own"):
+            found = explain(sdpa_paged_varlen, **{**given, "k_pages": pages, "v_pages": pages})
+        assert found.provider == provider
+        assert ("elements of k" in found.choice) is (provider == "own")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 import time
 
@@ -19,6 +20,7 @@ from cudnn_sdpa.errors import LibraryError, PlanBuildError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.offline import function_compiler
 from cudnn_sdpa.offline.warmup import compile_plans
 from cudnn_sdpa.plans.default_store import open_store, use_plan_store
 from cudnn_sdpa.plans.store import StoredPlan
@@ -107,6 +109,34 @@ def test_a_helper_that_does_not_answer_is_asked_once(monkeypatch, error):
         with pytest.raises(LibraryError, match="does not answer"):
             found.of(KIND)
     assert len(asked) == 1
+
+
+def test_a_failure_names_calls_as_users_make_them(monkeypatch):
+    answers = subprocess.CompletedProcess("", 0, '{"error": "OSError: no kernel"}', "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answers)
+    packed = KIND._replace(dim=192, dim_v=128, group=4, is_causal=False, has_left=True, has_lse=True, is_packed=True)
+    back = KIND._replace(is_backward=True, dtype="bfloat16", is_capped=True, few_keys=True, has_lse=True)
+    for kind, words in (
+        (KIND, "calls in float16, D=64, causal"),
+        (packed, "calls in float16, D=192 and 128, 4 query heads for a key head, window, log-sum-exp, packed"),
+        (packed._replace(is_on_pages=True, has_lse=False, group=1), "in float16, D=192 and 128, window, on pages"),
+        (back, "gradients in bfloat16, D=64, causal, soft cap, one tile of keys"),
+    ):
+        with pytest.raises(LibraryError, match=f"is not used for .*{words}: OSError: no kernel$") as error:
+            Functions().of(kind)
+        assert "Kind" not in str(error.value)
+
+
+def test_a_missing_c_compiler_is_named_with_the_cure(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    cure = r"install a C compiler \(on Debian: apt-get install gcc libc6-dev\), or name one in CC"
+    with pytest.raises(OSError, match=rf"^the C compiler 'no-such-compiler', .* is not found; {cure}$"):
+        function_compiler.library_of(None)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert function_compiler.why_no_compiler().startswith("the C compiler 'cc', ")
+    monkeypatch.setenv("CC", sys.executable)
+    assert function_compiler.why_no_compiler() == ""
 
 
 def test_nobody_waits_for_another_kind(monkeypatch, loaded):  # noqa: ARG001

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import random
+import re
+from pathlib import Path
 
 import flash4_stand_in as stand_in
 import pytest
@@ -16,14 +19,17 @@ from cudnn_sdpa.attention.arguments import GradientCall, Needs, output_layout, o
 from cudnn_sdpa.attention.dense.sdpa import call_of
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of
 from cudnn_sdpa.attention.flash4 import preferences
-from cudnn_sdpa.attention.flash4.plans import functions, kind_of, names_of
-from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Configuration, Preference
+from cudnn_sdpa.attention.flash4.plans import flash4_forward, functions, kind_of, names_of
+from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Configuration, PagesPreference, Preference
 from cudnn_sdpa.attention.flash4.programs import Kind, program
 from cudnn_sdpa.attention.varlen.sdpa_varlen import call_of as packed_call_of
 from cudnn_sdpa.attention.varlen.specs import PackedForward
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.plans import preferences as of_all_functions
 from cudnn_sdpa.plans.function_plan import NumberArgument, TensorArgument
 
 
@@ -201,6 +207,74 @@ def test_what_it_lacks_is_cudnns_and_explained(changed, options, reason):
     assert reason in found.choice
 
 
+@pytest.mark.parametrize("table", ["ATTENTION_ISSUES", "FUSED_ISSUES"])
+def test_calls_that_meet_a_known_bug_are_another_providers(table, monkeypatch):
+    """Also those that it is the fastest at; and no plan that meets one is made."""
+    q, k, v = tensors(4096, 4096, requires_grad=True)
+    row = Preference(Configuration(90, False, (128, 128), CAUSAL, *[False] * 4), 4096, 4096, 8192, 80.0, 100.0, "8,192")
+    monkeypatch.setattr(preferences, "preference_of", lambda *_: row)
+    monkeypatch.setattr("cudnn_sdpa.attention.flash4.serving.preference_of", lambda *_: row)
+    with providers("fastest"):
+        assert explain(sdpa, q, k, v, is_causal=True).provider == "fa4"
+        key = key_of(ForwardSpec.of(called(q, k, v, is_causal=True)), target(), None)
+    bug = KnownIssue("it skips a tile", "seen on an H200", "refused", concerns=is_causal_forward, provider="fa4")
+    monkeypatch.setattr(known_issues, table, (*getattr(known_issues, table), bug))
+    for names in [("fa4", "cudnn"), ("fastest",), ("fa4", "own")]:
+        with providers(*names):
+            found = explain(sdpa, q, k, v, is_causal=True)
+            assert explain(sdpa, q, k, v).provider == "fa4", "without the bug"
+        assert found.supported
+        assert found.provider == names[-1].replace("fastest", "cudnn")
+        assert f"FlashAttention-4 does not serve it, as {bug}" in found.choice
+        assert found.backward.provider == "fa4", "which has no bug"
+    with providers("fa4", "cudnn"):
+        assert explain(sdpa_varlen, *packed(), is_causal=True).provider == "cudnn"
+        assert explain(sdpa_varlen, *packed()).provider == "fa4"
+    with providers("fa4"):
+        refused = explain(sdpa, q, k, v, is_causal=True)
+    assert not refused.supported
+    assert refused.reasons == [f"FlashAttention-4: {bug}"]
+    with pytest.raises(UnsupportedError, match="it skips a tile"):
+        flash4_forward.plan(key)
+
+
+def is_causal_forward(key):
+    return key.name == "flash4_forward" and key.option_values["window"] == (None, 0)
+
+
+@pytest.mark.parametrize("is_in_force", [False, True])
+def test_only_the_option_decides_about_deterministic_results(is_in_force):
+    """PyTorch's setting is the default of the option alone."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_in_force)
+    try:
+        with providers("fa4", "cudnn"):
+            for deterministic, provider in [(False, "fa4"), (True, "cudnn"), (None, "cudnn" if is_in_force else "fa4")]:
+                found = explain(sdpa, *tensors(requires_grad=True), deterministic=deterministic)
+                assert (found.provider, found.backward.provider) == (provider, provider)
+                assert explain(sdpa_varlen, *packed(), deterministic=deterministic).provider == provider
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_tensors_whose_addresses_may_not_fit_32_bits_are_declined():
+    """Those of a call, with what lies between their elements, and the sums of a backward pass."""
+    length = 2**20  # of 16 heads of 128
+    for rows, provider, of_gradient in [(length, "cudnn", None), (length - 1, "fa4", "cudnn"), (2**19, "fa4", "fa4")]:
+        q, k, v = tensors(rows, 300, requires_grad=True)
+        with providers("fa4", "cudnn"):
+            found = explain(sdpa, q, k, v)
+        assert found.provider == provider
+        assert ("untested beyond 2,147,483,647 elements of q" in found.choice) is (provider == "cudnn")
+        if of_gradient is not None:
+            assert found.backward.provider == of_gradient
+            assert ("elements of its workspace" in found.backward.choice) is (of_gradient == "cudnn")
+    q, k, v = tensors()
+    far = torch.empty(2, 2**30 + 8, dtype=q.dtype, device="meta").as_strided(k.shape, (2**31, *k.stride()[1:]))
+    with providers("fa4"):
+        assert any("elements of k" in reason for reason in explain(sdpa, q, far, v).reasons)
+
+
 def test_an_expanded_tensor_is_not_copied():
     q, k, v = tensors()
     with providers("fa4"):
@@ -273,6 +347,15 @@ def test_the_fastest_is_what_was_measured(monkeypatch):
             assert found.provider == provider, length
             assert ("measured" in found.choice) is (length in (4096, 3000, 512)), found.choice
             assert explain(sdpa, q, k, v).provider == "cudnn"
+
+
+def test_rows_say_on_which_gpu_they_were_measured():
+    """They decide for other GPUs of the compute capability, too."""
+    rows = {"sdpa": Preference(None, 1, 1, 1, 8.0, 9.0, "a call"), "sdpa_paged_varlen": PagesPreference(*[1.0] * 7)}
+    table = json.loads(Path(of_all_functions.__file__).with_suffix(".json").read_text())
+    for function, row in rows.items():
+        (gpu,) = re.findall(r"^(NVIDIA H\w+ ?\w* ?\w*), cuDNN", table[function]["measured"])
+        assert str(row).endswith(f", on an {gpu}; preferences.json)")
 
 
 def test_rows_of_the_table_can_be_read():

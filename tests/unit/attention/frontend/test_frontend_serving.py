@@ -18,6 +18,8 @@ from cudnn_sdpa.attention.frontend.installed import TESTED
 from cudnn_sdpa.attention.frontend.plans import functions, kind_of
 from cudnn_sdpa.attention.frontend.programs import Kind, program
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.installation import Installed
@@ -139,6 +141,46 @@ def test_what_it_lacks_is_cudnns_and_explained(changed, options, reason):
         found = explain(sdpa, q, k, v, **options)
     assert found.provider == "cudnn"
     assert reason in found.choice
+
+
+def test_calls_that_meet_a_known_bug_are_another_providers(monkeypatch):
+    bug = KnownIssue("it skips a tile", "seen on an H200", "refused", concerns=lambda _: True, provider="frontend")
+    monkeypatch.setattr(known_issues, "ATTENTION_ISSUES", (*known_issues.ATTENTION_ISSUES, bug))
+    q, k, v = tensors()
+    with providers("frontend", "cudnn"):
+        found = explain(sdpa, q, k, v)
+    assert (found.provider, found.supported) == ("cudnn", True)
+    assert f"cuDNN's frontend does not serve it, as {bug}" in found.choice
+    with providers("frontend"):
+        assert explain(sdpa, q, k, v).reasons == [f"cuDNN's frontend: {bug}"]
+
+
+@pytest.mark.parametrize("is_in_force", [False, True])
+def test_only_the_option_decides_about_deterministic_results(is_in_force):
+    """PyTorch's setting is the default of the option alone."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_in_force)
+    try:
+        with providers("frontend", "cudnn"):
+            for deterministic, by_cudnn in [(False, False), (True, True), (None, is_in_force)]:
+                found = explain(sdpa, *tensors(), deterministic=deterministic)
+                assert found.provider == ("cudnn" if by_cudnn else "frontend")
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_tensors_whose_addresses_may_not_fit_32_bits_are_declined():
+    for length, is_served in ((2**18, False), (2**18 - 1, True)):  # of 16 heads of 512
+        with providers("frontend"):
+            found = explain(sdpa, *tensors(length))
+        assert found.supported is is_served
+        assert any("2,147,483,647 elements of q" in reason for reason in found.reasons) is not is_served
+
+
+def test_a_kind_in_words():
+    kind = served_kind(*tensors(300, 400), window_size=(33, 0), causal_alignment="bottom_right", return_lse=True)
+    shapes = "q (2, 8, 300, 512), k (2, 2, 400, 512), Dv=512"
+    assert f"{kind}" == f"calls in bfloat16, {shapes}, window (33, 0), bottom-right, log-sum-exp"
 
 
 def test_other_gpus_are_named():

@@ -11,6 +11,8 @@ from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa_p
 from cudnn_sdpa.attention.paged import launch
 from cudnn_sdpa.attention.paged_varlen.preferences import OWN, SLOWER, preferences
 from cudnn_sdpa.engine.native.calls import NativeCalls
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
 
 BF16 = torch.bfloat16
 
@@ -48,6 +50,20 @@ def test_a_row_of_measurements_chooses(call, kernel, monkeypatch):
     taken = "our own kernel for pages" if kernel == "own" else "cuDNN's engines"
     assert report.choice.startswith(f"{taken}: measured ")
     assert report.choice in str(report)
+
+
+def test_a_known_bug_of_the_own_kernel_is_cudnns_call(monkeypatch):
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", "h200")
+    bug = KnownIssue("it skips a page", "seen on an H200", "refused", concerns=lambda _: True, provider="own")
+    monkeypatch.setattr(known_issues, "ATTENTION_ISSUES", (*known_issues.ATTENTION_ISSUES, bug))
+    for names in (("default",), ("own", "cudnn")):
+        with providers(*names):
+            report = explained(32, 1, 4096, 32, (128, 128), 8)
+        assert (report.provider, report.supported) == ("cudnn", True)
+    with providers("default"):
+        assert str(bug) in explained(32, 1, 4096, 32, (128, 128), 8).choice
+    with providers("own"):
+        assert any(str(bug) in reason for reason in explained(32, 1, 4096, 32, (128, 128), 8).reasons)
 
 
 def test_without_a_row_nothing_is_said(monkeypatch):
