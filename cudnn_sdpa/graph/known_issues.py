@@ -47,8 +47,8 @@ class KnownIssue:
         first: First version with the bug, as a number.
         fixed: First version without it.
         in_capture: Whether only launches into a CUDA graph are affected; these are refused.
-        provider: Whose kernels have it; None is cuDNN. Another provider declines the calls whose plans it concerns,
-            whichever table has the row, in all of its versions.
+        provider: Whose kernels have it; None is cuDNN. Another provider declines the calls of attention whose plans
+            it concerns, and other plans are refused, whichever table has the row, in all versions of the provider.
     """
 
     bug: str
