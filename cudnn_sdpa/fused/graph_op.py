@@ -565,7 +565,7 @@ class Saved:
         self, function: GraphFunction, static: Options, values: Sequence[Value], needs: tuple[bool, ...]
     ) -> None:
         self.function, self._static = function, static
-        reads = [True] * len(values) if function.reads is None else function.reads(values, needs)
+        reads = [True] * len(values) if function.reads is None else function.reads(values, needs, **static)
         unread = {index: x for index, x in enumerate(values) if isinstance(x, Tensor) and not reads[index]}
         self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread.items()]
         self._kinds = operand_kinds([None if index in unread else x for index, x in enumerate(values)])
@@ -870,8 +870,8 @@ class graph_op:  # noqa: N801 - a decorator, called like a function
             made with differentiable functions of PyTorch.
         views: `views(operands, results, options)` returns the three as the graph reads and writes them: the same memory
             in other shapes, for which cuDNN has a kernel or a faster one. It is called when a plan is needed.
-        reads: `reads(operands, needs)` returns which operands `backward` reads, given which require a gradient; the
-            others are not saved, and it gets tensors without memory in their place.
+        reads: `reads(operands, needs, **options)` returns which operands `backward` reads, given which require a
+            gradient; the others are not saved, and it gets tensors without memory in their place.
         autocast: Whether autocast casts the operands, as it does for PyTorch's convolutions.
         materialize_grads: Whether `backward` gets zeros, and not None, for a result without gradient. If no result has
             one, it is not called.
