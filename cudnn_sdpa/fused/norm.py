@@ -142,14 +142,14 @@ def _normalized(
 def separate_steps(operands: tuple[Any, ...], activation: str | None) -> tuple[bool, bool]:
     """Whether the sum with a residual and the activation run in kernels of their own: then they are checked here.
 
-    The operands are those of the norm's graph.
+    The operands are those of the norm's graph; a LayerNorm has a bias, or None, and cuDNN cannot add before it.
     """
-    x, weight, *_, residual = operands
+    x, weight, *bias, _, _, residual = operands
     try:
         is_fused = fuses(x, weight)
     except NOT_A_CALL:  # the checks name the wrong argument
         is_fused = True
-    has_sum = residual is not None and not is_fused
+    has_sum = residual is not None and not own.may_serve() and (not is_fused or bool(bias))
     if has_sum:
         check_operands(*operands)
     tensors = [tensor for tensor in operands if isinstance(tensor, Tensor)]
@@ -309,7 +309,8 @@ def layer_norm(
         bias: (n,), in weight's dtype; None is zeros. Each call creates what is None under `providers("cudnn")`, and a
             weight beside a bias.
         eps: Added to the variance; data, not part of the plan.
-        residual: Of x's shape and dtype: added to x first, in the same kernel, as for `rms_norm`.
+        residual: Of x's shape and dtype: added to x first, in the same kernel, or by one more under `providers("cudnn")`. The
+            norm is that of the sum rounded to x's dtype.
         activation: "silu": applied to the result, in the same kernel, as for `rms_norm`.
         zero_centered: Whether the weight is stored minus 1; 1 is added to it in the same kernel.
 

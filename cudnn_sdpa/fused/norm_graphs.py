@@ -101,8 +101,9 @@ def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor 
     return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
-def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
-    return widened(x) if residual is None else widened(x) + widened(residual)
+def _sum(x: Tensor, residual: Tensor | None, *, rounds: bool) -> Tensor:
+    total = widened(x) if residual is None else widened(x) + widened(residual)
+    return widened(total.to(x.dtype)) if rounds else total
 
 
 def _normalized(rows: Tensor, weights: Sequence[Tensor | None], eps: float, shift: float | None) -> tuple[Tensor, ...]:
@@ -118,7 +119,7 @@ def _normalized(rows: Tensor, weights: Sequence[Tensor | None], eps: float, shif
 def _reference(*operands: Any, trains: bool, activation: str | None) -> tuple[Tensor, ...]:
     """Of both norms, whose last operands are eps, what is added to the weight, and the residual."""
     x, *weights, eps, shift, residual = operands
-    rows = _sum(x, residual)
+    rows = _sum(x, residual, rounds=len(weights) > 1)
     out, *statistics = _normalized(rows, weights, eps, shift)
     out = ACTIVATIONS[activation](out).to(x.dtype)
     return (out, *(() if residual is None else (rows.to(x.dtype),)), *(statistics if trains else ()))
@@ -285,7 +286,7 @@ def _fp8_reference(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    rows = _sum(x, residual)
+    rows = _sum(x, residual, rounds=False)
     out, _ = _normalized(rows, [weight], eps, shift)
     return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
@@ -393,19 +394,23 @@ def layer_norm_rows(
     trains: bool,
     activation: str | None = None,
 ) -> tuple[Symbol, ...]:
-    """Normalized rows, times the weight, plus the bias; with a residual also the sum; each row's mean and factor."""
+    """Normalized rows, times the weight, plus the bias; each row's mean and factor.
+
+    With a residual the sum is rounded, and its mean is that of the rounded one, as gradients need. cuDNN's engines do
+    not round it, and own kernels alone add one.
+    """
+    assert residual is None
     phases = g.types.norm_forward_phase
-    total = x if residual is None else g.add(a=x, b=residual)
     out, mean, scale = g.layernorm(
         name="layer_norm",
         norm_forward_phase=phases.TRAINING if trains else phases.INFERENCE,
-        input=total,
+        input=x,
         scale=weight if shift is None else g.add(a=weight, b=shift),
         bias=bias,
         epsilon=eps,
     )
     out = g.swish(input=out) if activation == "silu" else out
-    return (out, *(() if residual is None else (total,)), *((mean, scale) if trains else ()))
+    return (out, mean, scale) if trains else (out,)
 
 
 def _layer_fp8_reference(
@@ -416,7 +421,7 @@ def _layer_fp8_reference(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    rows = _sum(x, residual)
+    rows = _sum(x, residual, rounds=True)
     out, *_ = _normalized(rows, [weight, bias], eps, None)
     return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
@@ -461,13 +466,15 @@ def _by_own_kernels(
     named = dict(zip(names, values, strict=True))
     activation, is_backward, is_layer = static.get("activation"), operation is own_norm_gradients, "bias" in names
     # cuDNN's engines of training have no activation, and add no other gradient. Those of a LayerNorm need a weight,
-    # and forward a bias.
+    # and forward a bias, and round no sum.
     is_plain = named.get("grad_total") is None and not (activation and (is_backward or static["trains"]))
-    is_plain &= not is_layer or (named["weight"] is not None and (is_backward or named["bias"] is not None))
+    if is_layer:
+        is_plain &= named["weight"] is not None and (is_backward or named["bias"] is not None)
+        is_plain &= named.get("residual") is None
     has_engine = is_plain and _has_engine(named["x"], named["weight"])
     kernel, why = own.choice("norm", target, results[0].shape, is_backward=is_backward, has_engine=has_engine)
-    if is_backward and not is_plain:
-        kernel, why = OWN, "own kernels: cuDNN has no engine for these gradients"
+    if not is_plain and (is_backward or kernel == CUDNN):  # the providers may be others than where it was traced
+        kernel, why = OWN, "own kernels: cuDNN has no engine for what is fused"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
     options = {"layer": is_layer, "activation": activation}
