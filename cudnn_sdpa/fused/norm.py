@@ -309,8 +309,8 @@ def layer_norm(
         bias: (n,), in weight's dtype; None is zeros. Each call creates what is None under `providers("cudnn")`, and a
             weight beside a bias.
         eps: Added to the variance; data, not part of the plan.
-        residual: Of x's shape and dtype: added to x first, in the same kernel, or by one more under `providers("cudnn")`. The
-            norm is that of the sum rounded to x's dtype.
+        residual: Of x's shape and dtype: added to x first, in the same kernel; by another under `providers("cudnn")`.
+            The norm is that of the sum rounded to x's dtype.
         activation: "silu": applied to the result, in the same kernel, as for `rms_norm`.
         zero_centered: Whether the weight is stored minus 1; 1 is added to it in the same kernel.
 
