@@ -252,7 +252,7 @@ def conv_wgrad(
     check=check_call,
     readable=_channels_last,
     views=_as_2d,
-    reads=lambda _, needs, **__: (needs[1], needs[0], False),  # that of x reads the weight, the weight's reads x
+    reads=lambda _, needs: (needs[1], needs[0], False),  # the gradient of x reads the weight, the weight's reads x
     autocast=True,
     shard=along_batch("x"),
     flops=_forward_flops,

@@ -203,7 +203,7 @@ def _backward(function: GraphFunction) -> Callable[..., GraphCall | tuple[Tensor
     return backward
 
 
-def _read_backward(operands: Sequence[Value], _: object, *, activation: str | None, **__: object) -> list[bool]:
+def _read_backward(operands: Sequence[Value], _: object, *, activation: str | None) -> list[bool]:
     """x, or the sum with a residual; the weight; behind an activation also the bias."""
     x_and_weights = [operands[-1] is None, True, activation is not None][: len(operands) - 3]
     return [*x_and_weights, False, False, False]

@@ -251,7 +251,7 @@ def _second_backward(
     outputs=_gradient_outputs,
     backward=_second_backward,
     keeps_results=False,
-    reads=lambda operands, *_, **__: [index in (1, 2) for index in range(len(operands))],
+    reads=lambda operands, _: [index in (1, 2) for index in range(len(operands))],
     readable=_readable,
     views=as_heads,
     shard=_ways,
@@ -291,7 +291,7 @@ def _backward(
     return call.of(*(name for name, x in named.items() if x is not None))
 
 
-def _reads(operands: Sequence[Value], _: object, **__: object) -> list[bool]:
+def _reads(operands: Sequence[Value], _: object) -> list[bool]:
     is_normed = any(x is not None for x in operands[4:6])
     return [is_normed, True, True, is_normed, *(True,) * (len(operands) - 4)]
 
