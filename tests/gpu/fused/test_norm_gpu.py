@@ -233,13 +233,13 @@ def test_layer_norms_of_sums(provider, dtype, of_weight, shape):
             with torch.no_grad():
                 inference = layer_norm(**leaves, **given)
             found = layer_norm(**leaves, **given)
-            out, *sums = found if with_residual else (found,)
-            assert torch.equal(inference[0] if with_residual else inference, out) or provider == "cudnn"
+            inference, out, *sums = (inference[0], *found) if with_residual else (inference, found)
             grads = [torch.randn_like(out) for _ in (out, *sums)]
             gradients = torch.autograd.grad((out, *sums), list(leaves.values()), grads)
             answer = explain(layer_norm, **leaves, **given)
         right = torch.autograd.grad((wanted, total)[: len(grads)], list(exact.values()), [x.double() for x in grads])
-        assert (out.double() - wanted).norm() <= bound * wanted.norm() + 1e-6
+        for one in (inference, out):
+            assert (one.double() - wanted).norm() <= bound * wanted.norm() + 1e-6
         assert all(torch.equal(each, leaves["x"] + leaves["residual"]) for each in sums)
         for one, other in zip(gradients, right, strict=True):
             assert (one.double() - other).norm() <= 3 * bound * (other.norm() + 1e-2 * grads[0].double().norm())
@@ -262,11 +262,14 @@ def test_gradients_of_rows_of_equal_numbers():
         assert (total.detach()[:, :1] == total.detach()).all()
 
 
-def test_a_layer_norm_without_weight_and_bias_is_one_kernel():
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_a_layer_norm_without_weight_and_bias_fills_nothing():
     x = torch.randn(64, 1024, device="cuda", dtype=BF16)
     layer_norm(x)
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         layer_norm(x)
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len([name for name in kernels if "Memcpy" not in name and "Memset" not in name]) == 1, kernels
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "normalize" in names
+    assert "elementwise" not in names
