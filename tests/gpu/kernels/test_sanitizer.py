@@ -61,24 +61,15 @@ def test_no_kernel_has_an_error(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_the_kernel_for_pages_has_no_error(tmp_path):
-    """It reads whether parts are there in memory that need not have been written, so `initcheck` is no use."""
+@pytest.mark.parametrize("program", [ON_PAGES, FUSED], ids=["pages", "fused"])
+def test_other_kernels_have_no_error(program, tmp_path):
+    """The kernel for pages reads memory that need not have been written, and `initcheck` would
+    see what PyTorch's kernels of the references read."""
     store = tmp_path / "plans"
     store.mkdir(mode=0o700)
-    outputs(store, program=ON_PAGES)
+    outputs(store, program=program)
     for tool in ("memcheck", "racecheck"):
-        for text in outputs(store, tool, program=ON_PAGES):
-            assert "SUMMARY: 0 " in text, f"{tool}: {text[-6000:]}"
-
-
-@pytest.mark.timeout(600)
-def test_fused_kernels_have_no_error(tmp_path):
-    """`initcheck` would see what PyTorch's kernels of the references read."""
-    store = tmp_path / "plans"
-    store.mkdir(mode=0o700)
-    outputs(store, program=FUSED)
-    for tool in ("memcheck", "racecheck"):
-        for text in outputs(store, tool, program=FUSED):
+        for text in outputs(store, tool, program=program):
             assert "SUMMARY: 0 " in text, f"{tool}: {text[-6000:]}"
 
 
