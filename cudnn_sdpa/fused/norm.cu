@@ -52,8 +52,8 @@ __device__ __forceinline__ float sum_of_row(float x, float* sums) {
   _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
     for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
 
-/* A unit of x, or of x plus the residual in float32; rounded for a LayerNorm that may have gradients, which read its
- * mean beside the rounded sum. */
+/* A unit of x, or of x plus the residual in float32; rounded for a LayerNorm, whose gradients read its mean beside the
+ * rounded sum. */
 struct Summed {
 #if SUM
   float at[UNIT];
@@ -65,7 +65,7 @@ struct Summed {
     x.get(at), residual.get(more);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) at[j] += more[j];
-#if LAYER && !FP8
+#if LAYER
     x.set(at), x.get(at);
 #endif
   }

@@ -228,7 +228,7 @@ def layer_norm_fp8(
 ) -> NormInFp8:
     """`layer_norm` in E4M3 for an FP8 linear layer, in one kernel of this library. For inference.
 
-    Scales and rounding are those of `rms_norm_fp8`.
+    Scales and rounding are those of `rms_norm_fp8`; a sum with a residual is rounded first, as by `layer_norm`.
 
     Args:
         x: (..., n), float16, bfloat16 or float32. Kernels read dense rows; an x that is not contiguous is copied first.

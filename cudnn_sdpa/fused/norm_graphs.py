@@ -101,8 +101,9 @@ def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor 
     return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
-def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
-    return widened(x) if residual is None else widened(x) + widened(residual)
+def _sum(x: Tensor, residual: Tensor | None, *, rounds: bool) -> Tensor:
+    total = widened(x) if residual is None else widened(x) + widened(residual)
+    return widened(total.to(x.dtype)) if rounds else total
 
 
 def _normalized(rows: Tensor, weights: Sequence[Tensor | None], eps: float, shift: float | None) -> tuple[Tensor, ...]:
@@ -118,8 +119,7 @@ def _normalized(rows: Tensor, weights: Sequence[Tensor | None], eps: float, shif
 def _reference(*operands: Any, trains: bool, activation: str | None) -> tuple[Tensor, ...]:
     """Of both norms, whose last operands are eps, what is added to the weight, and the residual."""
     x, *weights, eps, shift, residual = operands
-    rows = _sum(x, residual)
-    rows = widened(rows.to(x.dtype)) if len(weights) > 1 else rows  # a LayerNorm's: see `layer_norm_rows`
+    rows = _sum(x, residual, rounds=len(weights) > 1)
     out, *statistics = _normalized(rows, weights, eps, shift)
     out = ACTIVATIONS[activation](out).to(x.dtype)
     return (out, *(() if residual is None else (rows.to(x.dtype),)), *(statistics if trains else ()))
@@ -189,7 +189,7 @@ def _backward(function: GraphFunction) -> Callable[..., GraphCall | tuple[Tensor
         total, *statistics = (x, *results)[-2 - len(bias) :]
         grad_out, grad_total = (*grads, None)[:2]
         grad_out = torch.zeros_like(total) if grad_out is None else grad_out
-        added = grad_total if grad_total is not None and own.may_serve() else None
+        added = grad_total if own.may_serve() else None
         read = bias if activation else [None for _ in bias]
         given = (grad_out, total, weight, *read, *statistics, shift, added)
         call = function.call(*given, activation=activation)
@@ -286,7 +286,7 @@ def _fp8_reference(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    rows = _sum(x, residual)
+    rows = _sum(x, residual, rounds=False)
     out, _ = _normalized(rows, [weight], eps, shift)
     return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
@@ -421,7 +421,7 @@ def _layer_fp8_reference(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    rows = _sum(x, residual)
+    rows = _sum(x, residual, rounds=True)
     out, *_ = _normalized(rows, [weight, bias], eps, None)
     return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
