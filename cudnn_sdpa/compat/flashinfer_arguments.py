@@ -62,7 +62,7 @@ _REFUSED = {
 
 
 def called(function: Callable[..., Any], *args: Any, names: Mapping[str, str], **options: Any) -> Any:
-    """What a function of this library returns; errors have FlashInfer's names of its arguments, and those given."""
+    """The results of a function of this library, whose errors have FlashInfer's names of arguments, and those given."""
     try:
         return function(*args, **options)
     except (ArgumentError, UnsupportedError) as error:

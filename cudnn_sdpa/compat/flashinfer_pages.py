@@ -29,7 +29,7 @@ def pages_of(paged_kv_cache: PagedCache, kv_layout: str, name: str = "paged_kv_c
 
 
 def names_of_pages(paged_kv_cache: PagedCache, name: str = "paged_kv_cache") -> dict[str, str]:
-    """What a caller calls the pages of keys and of values."""
+    """The caller's names for the pages of keys and of values."""
     before = ":, " if isinstance(paged_kv_cache, Tensor) else ""
     return {"k_pages": f"{name}[{before}0]", "v_pages": f"{name}[{before}1]"}
 

@@ -29,9 +29,9 @@ def missing(
         known = next((x for pattern, x in names.items() if fnmatchcase(name, pattern)), None)
         if known is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        error, caller = MissingError(f"{module}.{name}", [known[0]], known[1]), sys._getframe(1)
         if fnmatchcase(name, imported):
-            return partial(_raise, error)
+            return partial(_raise, f"{module}.{name}", *known)
+        error, caller = MissingError(f"{module}.{name}", [known[0]], known[1]), sys._getframe(1)
         if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
             raise ImportError(str(error)) from error
         raise error
@@ -39,5 +39,5 @@ def missing(
     return refuse
 
 
-def _raise(error: MissingError, *_: object, **__: object) -> NoReturn:
-    raise error
+def _raise(name: str, reason: str, works: str, /, *_: object, **__: object) -> NoReturn:
+    raise MissingError(name, [reason], works)

@@ -140,7 +140,7 @@ class Recording:
 
 
 class _Recordings(threading.local):
-    """Those of this thread, the outermost first."""
+    """The recordings of a thread, the outermost first."""
 
     active: tuple[Recording, ...] = ()
 
