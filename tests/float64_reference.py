@@ -393,26 +393,33 @@ def convolution(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-    zero_centered: bool = False,
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The result, and the sum with the residual."""
     total = x if residual is None else x + residual
-    y = total * torch.rsqrt((total * total).mean(-1, keepdim=True) + eps)
+    return _scaled(total, weight, None, eps, **options), total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return _scaled(total - total.mean(-1, keepdim=True), weight, bias, eps, **options), total
+
+
+def _scaled(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    activation: str | None = None,
+    zero_centered: bool = False,
+) -> Tensor:
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * (weight + 1 if zero_centered else weight)
-    return ACTIVATIONS[activation](y), total
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    centered = x - x.mean(-1, keepdim=True)
-    y = centered * torch.rsqrt((centered * centered).mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    return ACTIVATIONS[activation](y if bias is None else y + bias)
 
 
 @torch.no_grad()
@@ -471,7 +478,7 @@ def norm_bounds(
         added = 4 * precision.inner * math.sqrt(math.prod(x.shape[:-1]))  # the error of summing this many rows
         grad_weight = grad * hat * (2 * precision.unit + added) + grad * of_hat + of_grad * hat
         bounds["weight"] = grad_weight.sum(rows) + precision.tiny
-        bounds["bias"] = ((2 * precision.unit + added) * grad).sum(rows) + precision.tiny
+        bounds["bias"] = ((2 * precision.unit + added) * grad + of_grad).sum(rows) + precision.tiny
     return bounds
 
 
@@ -585,7 +592,7 @@ def feed_forward(x: Tensor, p: Parameters, activation: str, share: Tensor | floa
 def norm_of(x: Tensor, p: Parameters, name: str, eps: float) -> Tensor:
     if name == "rms_norm":
         return rms_norm(x, p.get("weight"), eps)[0]
-    return layer_norm(x, p.get("weight"), p.get("bias"), eps)
+    return layer_norm(x, p.get("weight"), p.get("bias"), eps)[0]
 
 
 def transformer_layer(

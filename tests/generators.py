@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -1830,6 +1831,8 @@ class RmsNorm(Operation):
     aligns = True
     name = "rms_norm"
     data = ("eps",)
+    weights: tuple[str, ...] = ("weight",)
+    formula = staticmethod(rms_norm)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, shape = fused_dtype(r, device), rows_of(r, device)
@@ -1856,12 +1859,12 @@ class RmsNorm(Operation):
         return usual if options["eps"] is None else options["eps"]
 
     def call(self, tensors, options, facts):
-        found = cudnn_sdpa.rms_norm(tensors["x"], tensors.get("weight"), residual=tensors.get("residual"), **options)
+        found = getattr(cudnn_sdpa, self.name)(**tensors, **options)
         return dict(zip(("out", "sum"), found, strict=True)) if "residual" in tensors else {"out": found}
 
     def exact(self, case, options, leaves, known):
         given = {**options, "eps": self.eps(case, options)}
-        out, total = rms_norm(leaves["x"], leaves.get("weight"), residual=leaves.get("residual"), **given)
+        out, total = self.formula(**{**dict.fromkeys(self.weights), **leaves, **given})
         known["total"] = total
         return {"out": out, "sum": total} if "residual" in leaves else {"out": out}
 
@@ -1871,16 +1874,14 @@ class RmsNorm(Operation):
             weight = weight + 1
         off = precision.unit * total.abs() if "residual" in leaves else None
         found = norm_bounds(
-            *(total, weight, None, self.eps(case, options), grads.get("out"), precision),
-            centered=False,
+            *(total, weight, leaves.get("bias"), self.eps(case, options), grads.get("out"), precision),
+            centered="bias" in self.weights,
             activation=options.get("activation"),
             sum_off=off,
             grad_sum=grads.get("sum"),
         )
         bounds = {"out": found["out"], "sum": precision.unit * total.abs() + precision.tiny}
-        if grads:
-            bounds |= {"x": found["x"], "residual": found["x"], "weight": found["weight"]}
-        return bounds
+        return bounds | ({**found, "residual": found["x"]} if grads else {})
 
     def check_places(self, case, tensors, found, gradients):
         for name, result in found.items():
@@ -1888,9 +1889,7 @@ class RmsNorm(Operation):
                 yield f"{name} has strides {result.stride()}, which are not dense"
 
     def explained(self, case):
-        tensors = meta(case)
-        more = {"residual": tensors["residual"]} if "residual" in tensors else {}
-        return cudnn_sdpa.rms_norm, (tensors["x"], tensors.get("weight")), {**more, **case.options}
+        return getattr(cudnn_sdpa, self.name), (), {**meta(case), **case.options}
 
 
 class NormInFp8(Operation):
@@ -1898,8 +1897,8 @@ class NormInFp8(Operation):
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         drawn_norm = super().draw(r, seed, device)
-        tensors, options = dict(drawn_norm.tensors), dict(drawn_norm.options)
-        options.pop("activation", None)
+        tensors, accepted = dict(drawn_norm.tensors), inspect.signature(getattr(cudnn_sdpa, self.name)).parameters
+        options = {name: x for name, x in drawn_norm.options.items() if name in accepted}
         if r.random() < 0.5:
             tensors["scale"] = drawn(r, r.choice([(), (1,)]), F32, scale=0.0, shift=r.choice([0.001, 0.0137, 0.3]))
         return replace(drawn_norm, tensors=tensors, options=options, wanted=())
@@ -1932,9 +1931,6 @@ class NormInFp8(Operation):
         out = exact * (2**-4 + 2 * precision.unit) + known["scale"] * 2**-10 + found
         return {"out": out * 1.01 + precision.tiny, "amax": 4 * most, "amax of rows": 4 * by_row, **more}
 
-    def explained(self, case):
-        return getattr(cudnn_sdpa, self.name), (), {**meta(case), **case.options}
-
 
 @operation
 class RmsNormFp8(NormInFp8, RmsNorm):
@@ -1942,10 +1938,10 @@ class RmsNormFp8(NormInFp8, RmsNorm):
 
 
 @operation
-class LayerNorm(Operation):
-    aligns = True
+class LayerNorm(RmsNorm):
     name = "layer_norm"
-    data = ("eps",)
+    weights = ("weight", "bias")
+    formula = staticmethod(layer_norm)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, shape = fused_dtype(r, device), rows_of(r, device)
@@ -1955,48 +1951,19 @@ class LayerNorm(Operation):
             tensors["weight"] = drawn(r, shape[-1:], of, expands=0.1, shift=0.7)
         if r.random() < 0.6:
             tensors["bias"] = drawn(r, shape[-1:], of, expands=0.1, scale=2.0)
-        options = {"eps": r.choice([1e-5, 1e-5, 1e-6, 0.3, 100.0])} | end_of_eps(later(self.name, seed), tensors["x"])
+        options: dict[str, Any] = {"eps": r.choice([1e-5, 1e-5, 1e-6, 0.3, 100.0])}
+        if r.random() < 0.3:
+            tensors["residual"] = drawn(r, shape, dtype, scale=1.7)
+        if r.random() < 0.2:
+            options["activation"] = "silu"
+        if "weight" in tensors and r.random() < 0.2:
+            options["zero_centered"] = True
+        options |= end_of_eps(later(self.name, seed), tensors["x"])
         return Case(self.name, seed, dtype, tensors, options, {"eps": 0.011}, {}, chosen(r, list(tensors)))
-
-    def call(self, tensors, options, facts):
-        return {"out": cudnn_sdpa.layer_norm(tensors["x"], tensors.get("weight"), tensors.get("bias"), **options)}
-
-    def exact(self, case, options, leaves, known):
-        return {"out": layer_norm(leaves["x"], leaves.get("weight"), leaves.get("bias"), **options)}
-
-    def bounds(self, case, options, leaves, grads, known, precision):
-        given = leaves["x"], leaves.get("weight"), leaves.get("bias"), options["eps"], grads.get("out"), precision
-        return norm_bounds(*given, centered=True)
-
-    check_places = RmsNorm.check_places
-
-    def explained(self, case):
-        tensors = meta(case)
-        return cudnn_sdpa.layer_norm, (tensors["x"], tensors.get("weight"), tensors.get("bias")), case.options
-
-
-class LayerNormOfSum(LayerNorm):
-    """With a residual, which the norm in FP8 alone takes."""
-
-    def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        case = super().draw(r, seed, device)
-        residual = {"residual": drawn(r, case.tensors["x"].shape, case.dtype, scale=1.7)} if r.random() < 0.4 else {}
-        return replace(case, tensors={**case.tensors, **residual})
-
-    def exact(self, case, options, leaves, known):
-        known["total"] = leaves["x"] + leaves.get("residual", 0.0)
-        found = super().exact(case, options, {**leaves, "x": known["total"]}, known)
-        return found | ({"sum": known["total"]} if "residual" in leaves else {})
-
-    def bounds(self, case, options, leaves, grads, known, precision):
-        total = known["total"]
-        off = precision.unit * total.abs() if "residual" in leaves else None
-        given = total, leaves.get("weight"), leaves.get("bias"), options["eps"], None, precision
-        return norm_bounds(*given, centered=True, sum_off=off)
 
 
 @operation
-class LayerNormFp8(NormInFp8, LayerNormOfSum):
+class LayerNormFp8(NormInFp8, LayerNorm):
     name = "layer_norm_fp8"
 
 
@@ -2957,11 +2924,12 @@ class LayerNormModule(RmsNormModule):
     name = "nn.LayerNorm"
 
     def more(self, r: random.Random) -> dict[str, Any]:
-        return {"bias": False} if r.random() < 0.3 else {}
+        return super().more(r) | ({"bias": False} if r.random() < 0.3 else {})
 
     def compute(self, case, options, leaves, known):
         weights = leaves.get("inner.weight"), leaves.get("inner.bias")
-        return layer_norm(leaves["x"], *weights, self.eps(case, options))
+        centered = {"zero_centered": options.get("zero_centered", False)}
+        return layer_norm(leaves["x"], *weights, self.eps(case, options), **centered)[0]
 
     def eps(self, case, options):
         return options.get("eps", 1e-5)

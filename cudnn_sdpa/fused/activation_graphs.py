@@ -265,19 +265,18 @@ def _by_own_kernels(
     """The key of an activation's plan by own kernels, or of its gradients', and why; None where cuDNN serves."""
     values, results, static = given
     is_backward = operation is own_activation_gradients
-    kernel, why = own.choice("gate", target, results[0].shape, is_backward=is_backward, has_engine=True)
-    if is_backward and kind != SILU:
+    has_engine = kind == SILU or not is_backward
+    kernel, why = own.choice("gate", target, results[0].shape, is_backward=is_backward, has_engine=has_engine)
+    if not has_engine:
         kernel, why = OWN, "own kernels: cuDNN has no graph of these gradients"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
-    if "x" not in names:
-        values, results = halves(values, results, gradients=is_backward)
-    named = dict(zip(names, values, strict=True))
-    return (
-        (values, results, static),
-        own.key_of(operation, named, results, {"kind": kind}, target=target, device=device),
-        why,
+    views = (values, results) if "x" in names else halves(values, results, gradients=is_backward)
+    named = dict(zip(names, views[0], strict=True))
+    key, why = own.unless_known_wrong(
+        own.key_of(operation, named, views[1], {"kind": kind}, target=target, device=device), why, has_engine=has_engine
     )
+    return (given if key is None else (*views, static)), key, why
 
 
 for _function, _operation, _kind in (

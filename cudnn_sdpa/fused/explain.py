@@ -48,12 +48,17 @@ def _rms_norm(
 ) -> Description:
     eps = checked_eps(default_eps(x) if eps is None else eps)
     shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
-    has_sum, has_activation = norm.separate_steps(x, weight, eps, residual=residual, activation=activation)
-    notes = ["the sum of x and residual"] * has_sum + [f"{activation} of the result"] * has_activation
-    if residual is not None and has_sum:
+    return _norm(rms_norm_rows, (x, weight, eps, shift, residual), activation, [])
+
+
+def _norm(graph: GraphFunction, operands: tuple[Any, ...], activation: str | None, notes: list[str]) -> Description:
+    x, *others, residual = operands
+    has_sum, has_activation = norm.separate_steps(operands, activation)
+    notes = ["the sum of x and residual"] * has_sum + [f"{activation} of the result"] * has_activation + notes
+    if has_sum:
         x, residual = x + residual, None
     fused = None if has_activation else activation
-    description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
+    description = graph.describe(x, *others, residual, activation=fused)
     return _completed(description, x, _copies(x=x, residual=residual) + notes)
 
 
@@ -92,13 +97,26 @@ def _completed_fp8(description: Description, x: Tensor, residual: Tensor | None,
 
 
 @describes(norm.layer_norm, layer_norm_rows.ways)
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Description:
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None,
+    activation: str | None,
+    zero_centered: bool,
+) -> Description:
     eps = checked_eps(eps)
     check_norm(x, {"weight": weight, "bias": bias}, eps)
-    notes = [f"{name} is created" for name, part in (("weight", weight), ("bias", bias)) if part is None]
+    shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
+    created = norm.created_operands(weight, bias)
     like = next((part for part in (weight, bias) if part is not None), x)
-    vectors = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
-    return _completed(layer_norm_rows.describe(x, *vectors, eps), x, _copies(x=x) + notes)
+    weight, bias = (
+        like.new_empty(x.shape[-1]) if name in created else part for name, part in (("weight", weight), ("bias", bias))
+    )
+    notes = [f"{name} is created" for name in created]
+    return _norm(layer_norm_rows, (x, weight, bias, eps, shift, residual), activation, notes)
 
 
 def _gate(graph: GraphFunction, **operands: Tensor) -> Description:

@@ -125,6 +125,7 @@ class GraphFunction(GraphDefinition):
         if type(keeps) not in (bool, slice):
             raise OptionError(f"keeps_results of {builder.__name__}", shown(keeps), "a bool, or a slice of the results")
         self.kept = keeps if isinstance(keeps, slice) else slice(None if keeps else 0)
+        self.read_options = [] if self.reads is None else _keyword_only(self.reads)
         self.takes_needs = self.backward is not None and "needs" in inspect.signature(self.backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -574,7 +575,8 @@ class Saved:
         self, function: GraphFunction, static: Options, values: Sequence[Value], needs: tuple[bool, ...]
     ) -> None:
         self.function, self._static = function, static
-        reads = [True] * len(values) if function.reads is None else function.reads(values, needs)
+        options = {name: static[name] for name in function.read_options}
+        reads = [True] * len(values) if function.reads is None else function.reads(values, needs, **options)
         unread = {index: x for index, x in enumerate(values) if isinstance(x, Tensor) and not reads[index]}
         self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread.items()]
         self._kinds = operand_kinds([None if index in unread else x for index, x in enumerate(values)])
@@ -790,6 +792,10 @@ def _no_key(*_: object) -> NoReturn:
     raise AssertionError("a call without elements has no plan")
 
 
+def _keyword_only(function: Callable[..., object]) -> list[str]:
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
 def _tensors(values: Sequence[object]) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
@@ -880,7 +886,8 @@ class graph_op:  # noqa: N801 - a decorator, called like a function
         views: `views(operands, results, options)` returns the three as the graph reads and writes them: the same memory
             in other shapes, for which cuDNN has a kernel or a faster one. It is called when a plan is needed.
         reads: `reads(operands, needs)` returns which operands `backward` reads, given which require a gradient; the
-            others are not saved, and it gets tensors without memory in their place.
+            others are not saved, and it gets tensors without memory in their place. Keyword-only parameters get the
+            options of these names.
         autocast: Whether autocast casts the operands, as it does for PyTorch's convolutions.
         materialize_grads: Whether `backward` gets zeros, and not None, for a result without gradient. If no result has
             one, it is not called.

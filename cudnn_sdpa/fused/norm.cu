@@ -52,7 +52,8 @@ __device__ __forceinline__ float sum_of_row(float x, float* sums) {
   _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
     for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
 
-/* A unit of x, or of x plus the residual in float32. */
+/* A unit of x, or of x plus the residual in float32; rounded for a LayerNorm that may have gradients, which read its
+ * mean beside the rounded sum. */
 struct Summed {
 #if SUM
   float at[UNIT];
@@ -64,6 +65,9 @@ struct Summed {
     x.get(at), residual.get(more);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) at[j] += more[j];
+#if LAYER && !FP8
+    x.set(at), x.get(at);
+#endif
   }
 
   __device__ __forceinline__ void get(float (&x)[UNIT]) const {
@@ -200,18 +204,24 @@ struct Parts {
   }
 };
 
+/* Those of the unit `unit` of a row. */
 __device__ __forceinline__ Parts parts_of(
-    const Norm& a, const Raw<DTYPE>& x, const Raw<DTYPE>& grad, const Raw<WDTYPE>& weight, float mean, float scale) {
+    const Norm& a, const Raw<DTYPE>& x, const Raw<DTYPE>& grad, const Raw<WDTYPE>& weight, number unit, float mean, float scale) {
   const float shift = float_of(a.shift);
-  float values[UNIT], grads[UNIT], factors[UNIT];
+  float values[UNIT], grads[UNIT], factors[UNIT], biases[UNIT] = {};
   x.get(values), grad.get(grads), weight.get(factors);
+  if (LAYER && SILU && a.bias) {
+    Raw<WDTYPE> bias;
+    bias.read(a.bias, unit);
+    bias.get(biases);
+  }
   Parts found;
 #pragma unroll
   for (int j = 0; j < UNIT; ++j) {
     const float normalized = (values[j] - mean) * scale, factor = WEIGHT ? factors[j] + shift : 1.0f;
     float of_out = grads[j];
     if (SILU) {
-      const float y = normalized * factor, s = sigmoid(y);
+      const float y = normalized * factor + biases[j], s = sigmoid(y);
       of_out *= s + y * s * (1.0f - s);
     }
     found.normalized[j] = normalized;
@@ -269,7 +279,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
         if (WEIGHT) weights[i].read(a.weight, unit);
       }
-      Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
+      Parts parts = parts_of(a, x[i], grad[i], weights[i], unit, mean, scale);
       if (KEEPS) parts.keep_all();
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
@@ -290,7 +300,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       Raw<DTYPE> found;
       float of_x[UNIT];
       if (TOTAL) found.read(a.grad_total, first + unit), found.get(of_x);
-      const Parts parts = KEEPS ? kept[i] : parts_of(a, x[i], grad[i], weights[i], mean, scale);
+      const Parts parts = KEEPS ? kept[i] : parts_of(a, x[i], grad[i], weights[i], unit, mean, scale);
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
         const float of_total = TOTAL ? of_x[j] : 0.0f;

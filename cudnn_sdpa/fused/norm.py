@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from cudnn_sdpa.engine.native.calls import MISSED
 from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import check_activation, checked_flag
 from cudnn_sdpa.fused.encoding import Value
+from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
     MAX_EPS,
     check,
+    check_operands,
     checked_eps,
     default_eps,
     fuses,
@@ -105,33 +108,51 @@ def rms_norm(
             known = find(x, weight, eps)
             if known is not MISSED:
                 return known  # type: ignore[no-any-return]
+    return _normalized(  # type: ignore[no-any-return]
+        rms_norm_rows, (x, weight), eps, residual=residual, activation=activation, zero_centered=zero_centered
+    )
+
+
+def _normalized(
+    rows: GraphFunction,
+    tensors: tuple[Any, ...],
+    eps: float,
+    *,
+    residual: Tensor | None,
+    activation: str | None,
+    zero_centered: bool,
+) -> Any:
+    """A norm of x with a weight, or with a weight and a bias, in one kernel or in separate steps."""
+    x, weight, *_ = tensors
     if residual is not None or activation is not None:
-        has_sum, has_activation = separate_steps(x, weight, eps, residual=residual, activation=activation)
-        if residual is not None and has_sum:
+        has_sum, has_activation = separate_steps((*tensors, eps, None, residual), activation)
+        norm = partial(_normalized, rows, eps=eps, zero_centered=zero_centered)
+        if has_sum:
             total = (x + residual).contiguous()
-            return rms_norm(total, weight, eps, activation=activation, zero_centered=zero_centered), total
+            return norm((total, *tensors[1:]), residual=None, activation=activation), total
         if has_activation:
-            normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
-            activate = ACTIVATIONS[activation]
-            return activate(normalized) if isinstance(normalized, Tensor) else (activate(normalized[0]), normalized[1])
+            normalized, activate = norm(tensors, residual=residual, activation=None), ACTIVATIONS[activation]
+            return activate(normalized) if residual is None else (activate(normalized[0]), normalized[1])
     shift = 1.0 if zero_centered and weight is not None else None
     is_plain = shift is None and residual is None
-    operands: tuple[Value, ...] = (x, weight, eps) if is_plain else (x, weight, eps, shift, residual)
-    return rms_norm_rows.run(operands, {} if activation is None else {"activation": activation})  # type: ignore[no-any-return]
+    operands: tuple[Value, ...] = (*tensors, eps) if is_plain else (*tensors, eps, shift, residual)
+    return rows.run(operands, {} if activation is None else {"activation": activation})
 
 
-def separate_steps(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, activation: str | None
-) -> tuple[bool, bool]:
-    """Whether the sum with a residual and the activation run in kernels of their own: then they are checked here."""
+def separate_steps(operands: tuple[Any, ...], activation: str | None) -> tuple[bool, bool]:
+    """Whether the sum with a residual and the activation run in kernels of their own: then they are checked here.
+
+    The operands are those of the norm's graph; a LayerNorm has a bias, or None, and cuDNN cannot add before it.
+    """
+    x, weight, *bias, _, _, residual = operands
     try:
         is_fused = fuses(x, weight)
     except NOT_A_CALL:  # the checks name the wrong argument
         is_fused = True
-    has_sum = residual is not None and not is_fused
+    has_sum = residual is not None and not own.may_serve() and (not is_fused or bool(bias))
     if has_sum:
-        check(x, {"weight": weight}, eps, residual)
-    tensors = [tensor for tensor in (x, weight, residual) if isinstance(tensor, Tensor)]
+        check_operands(*operands)
+    tensors = [tensor for tensor in operands if isinstance(tensor, Tensor)]
     has_activation = activation is not None and (not is_fused or (needs_gradient(*tensors) and not own.may_serve()))
     if has_activation:
         check_activation(activation, ACTIVATIONS)
@@ -242,17 +263,59 @@ def _in_fp8(results: tuple[Tensor, ...], scale: Tensor | None) -> NormInFp8:
     return NormInFp8(out, of_rows if scale is None else scale, amax, total[0] if total else None)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: None = ...,
+    activation: str | None = ...,
+    zero_centered: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: Tensor,
+    activation: str | None = ...,
+    zero_centered: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    zero_centered: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) · weight + bias over the last dimension, computed in float32. Differentiable.
+
+    With a residual x is x + residual, and with `zero_centered` the weight is 1 + weight.
 
     Args:
         x: (..., n), float16, bfloat16 or float32, as for `rms_norm`.
-        weight: (n,), in x's dtype or float32; None is ones, which each call creates.
-        bias: (n,), in weight's dtype; None is zeros, which each call creates.
+        weight: (n,), in x's dtype or float32; None is ones.
+        bias: (n,), in weight's dtype; None is zeros. Each call creates what is None under `providers("cudnn")`, and a
+            weight beside a bias.
         eps: Added to the variance; data, not part of the plan.
+        residual: Of x's shape and dtype: added to x first, in the same kernel; by another under `providers("cudnn")`.
+            The norm is that of the sum rounded to x's dtype.
+        activation: "silu": applied to the result, in the same kernel, as for `rms_norm`.
+        zero_centered: Whether the weight is stored minus 1; 1 is added to it in the same kernel.
 
     Returns:
-        A contiguous tensor of x's shape and dtype.
+        A contiguous tensor of x's shape and dtype; with `residual` also the sum.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -264,15 +327,37 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         >>> expected = torch.nn.functional.layer_norm(x, (64,), weight, bias)
         >>> torch.allclose(cudnn_sdpa.layer_norm(x, weight, bias), expected, atol=1e-5)
         True
+        >>> out, total = cudnn_sdpa.layer_norm(x, weight, bias, residual=2 * x)
+        >>> torch.allclose(out, cudnn_sdpa.layer_norm(3 * x, weight, bias), atol=1e-5)
+        True
 
     From "Layer Normalization" (Ba et al., 2016).
     """
-    if is_compiling() or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # checked in each call: eps is data
+    compiles = is_compiling()
+    if compiles or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # checked in each call: eps is data
         eps = checked_eps(eps)
-    if weight is None or bias is None:  # cuDNN needs both
+    if zero_centered is not False:
+        zero_centered = checked_flag("zero_centered", zero_centered)
+    elif residual is None and activation is None and not compiles:
+        find = layer_norm_rows.calls.find
+        if find is not None:
+            known = find(x, weight, bias, eps)
+            if known is not MISSED:
+                return known  # type: ignore[no-any-return]
+    is_centered = zero_centered and weight is not None
+    created = created_operands(weight, bias)
+    if created:
         check(x, {"weight": weight, "bias": bias}, eps)
         like = next((tensor for tensor in (weight, bias) if tensor is not None), x)
-        weight = torch.ones(x.shape[-1], dtype=like.dtype, device=x.device) if weight is None else weight
-        bias = torch.zeros(x.shape[-1], dtype=like.dtype, device=x.device) if bias is None else bias
-    out: Tensor = layer_norm_rows.run((x, weight, bias, eps), {})
-    return out
+        n = x.shape[-1]
+        weight = torch.ones(n, dtype=like.dtype, device=x.device) if "weight" in created else weight
+        bias = torch.zeros(n, dtype=like.dtype, device=x.device) if "bias" in created else bias
+    return _normalized(  # type: ignore[no-any-return]
+        layer_norm_rows, (x, weight, bias), eps, residual=residual, activation=activation, zero_centered=is_centered
+    )
+
+
+def created_operands(weight: Tensor | None, bias: Tensor | None) -> list[str]:
+    """What `layer_norm` creates: cuDNN has no engine without weight or bias; the gradient of a bias needs a weight."""
+    names = [name for name, tensor in (("weight", weight), ("bias", bias)) if tensor is None]
+    return names if names == ["weight"] or not own.may_serve() else []

@@ -20,7 +20,7 @@ from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
-from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
+from cudnn_sdpa.fused.graph_op import GraphCall, GraphFunction, Views, as_tuple, graph_op
 from cudnn_sdpa.fused.norm_kernels import own_norm, own_norm_gradients
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.key import PlanKey
@@ -59,6 +59,9 @@ def check(x: Tensor, weights: Mapping[str, Any], eps: object, residual: Tensor |
         if weight is not None:
             hint = _HINT if isinstance(weight, (int, tuple, list)) else ""
             check_beside(name, weight, "x", x, dtype=dtypes, shape=x.shape[-1:], meaning=meaning, hint=hint)
+    weight, bias = weights.get("weight"), weights.get("bias")
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise DtypeError("bias", dtype_name(bias.dtype), f"{dtype_name(weight.dtype)}, the dtype of weight")
     if residual is not None:
         check_beside("residual", residual, "x", x, shape=x.shape, meaning="that of x")
         check_savable(x=x, residual=residual)
@@ -102,45 +105,50 @@ def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
     return widened(x) if residual is None else widened(x) + widened(residual)
 
 
-def _rms_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    shift: float | None = None,
-    residual: Tensor | None = None,
-    *,
-    trains: bool,
-    activation: str | None,
-) -> tuple[Tensor, ...]:
-    rows = _sum(x, residual)
+def _normalized(rows: Tensor, weights: Sequence[Tensor | None], eps: float, shift: float | None) -> tuple[Tensor, ...]:
+    """The norm, the mean of each row if it is a LayerNorm, which has a bias or None in its place, and its factor."""
+    weight, *biases = weights
+    means = [rows.mean(-1, keepdim=True)] if biases else []
+    rows = rows - means[0] if biases else rows
     scale = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
-    out = ACTIVATIONS[activation](rows * scale * _factor(weight, shift, rows)).to(x.dtype)
-    return (out, *(() if residual is None else (rows.to(x.dtype),)), *((scale,) if trains else ()))
+    out = rows * scale * _factor(weight, shift, rows)
+    return (sum((widened(bias) for bias in biases if bias is not None), out), *means, scale)
 
 
-def _rms_gradients_reference(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None = None,
-    scale: Tensor | float = 1.0,
-    shift: float | None = None,
-    grad_total: Tensor | None = None,
-    *,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    dy, rows = widened(grad), widened(x) * scale
+def _reference(*operands: Any, trains: bool, activation: str | None) -> tuple[Tensor, ...]:
+    """Of both norms, whose last operands are eps, what is added to the weight, and the residual."""
+    x, *weights, eps, shift, residual = operands
+    rows = _sum(x, residual)
+    rows = widened(rows.to(x.dtype)) if len(weights) > 1 else rows  # a LayerNorm's: see `layer_norm_rows`
+    out, *statistics = _normalized(rows, weights, eps, shift)
+    out = ACTIVATIONS[activation](out).to(x.dtype)
+    return (out, *(() if residual is None else (rows.to(x.dtype),)), *(statistics if trains else ()))
+
+
+def _gradients_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, *others: Any, activation: str | None
+) -> tuple[Tensor, ...]:
+    *of_layer, scale, shift, grad_total = others
+    bias, mean = of_layer or (None, 0.0)
+    dy, rows = widened(grad), (widened(x) - mean) * scale
+    factor = _factor(weight, shift, dy)
     if activation == "silu":
-        y = rows * _factor(weight, shift, dy)
+        y = rows * factor if bias is None else rows * factor + widened(bias)
         sigmoid = torch.sigmoid(y)
         dy = dy * (sigmoid + y * sigmoid * (1 - sigmoid))
-    grad_rows = dy * _factor(weight, shift, dy)
-    wide = scale * (grad_rows - rows * (grad_rows * rows).mean(-1, keepdim=True))
+    grad_rows = dy * factor
+    wide = grad_rows - rows * (grad_rows * rows).mean(-1, keepdim=True)
+    wide = scale * (wide - grad_rows.mean(-1, keepdim=True) if of_layer else wide)
     grad_x = (wide if grad_total is None else wide + widened(grad_total)).to(x.dtype)
-    return grad_x if weight is None else (grad_x, (dy * rows).sum_to_size(weight.shape).to(weight.dtype))
+    if weight is None:
+        return (grad_x,)
+    parts = [dy * rows, dy] if of_layer else [dy * rows]
+    # A copy: the sum over one row is the gradient of the result itself, which may be expanded.
+    return (grad_x, *(part.sum_to_size(weight.shape).to(weight.dtype, copy=True) for part in parts))
 
 
 @graph_op(
-    reference=_rms_gradients_reference,
+    reference=_gradients_reference,
     backward=no_second_gradient("rms_norm"),
     keeps_results=False,
     readable=_contiguous,
@@ -168,40 +176,46 @@ def rms_norm_gradients(
     return grad_x if weight is None else (grad_x, grad_weight)
 
 
-def _rms_backward(
-    grads: Sequence[Tensor | None],
-    operands: tuple[Tensor, Value, Value, Value, Value],
-    results: Sequence[Tensor],
-    *,
-    needs: tuple[bool, ...],
-    **options: object,
-) -> GraphCall | tuple[Tensor | None, ...]:
-    x, weight, _, shift, _ = operands
-    total, scale = (x, *results)[-2:]
-    grad_out, grad_total = (*grads, None)[:2]
-    grad_out = torch.zeros_like(total) if grad_out is None else grad_out
-    is_added = grad_total is not None and own.may_serve()
-    more = {"grad_total": grad_total if is_added else None, "activation": options["activation"]}
-    call = rms_norm_gradients.call(grad_out, total, weight, scale=scale, shift=shift, **more)
-    if grad_total is None and not needs[-1]:  # which is the residual's
-        return call
-    grad_x, grad_weight = (call(), None) if weight is None else call()
-    if grad_total is not None and not is_added:
-        grad_x = grad_x + grad_total
-    return grad_x, grad_weight, None, None, grad_x
+def _backward(function: GraphFunction) -> Callable[..., GraphCall | tuple[Tensor | None, ...]]:
+    """The gradients of a norm by this function."""
+
+    def backward(
+        grads: Sequence[Tensor | None],
+        operands: Sequence[Any],
+        results: Sequence[Tensor],
+        *,
+        needs: tuple[bool, ...],
+        activation: str | None,
+        **_: object,
+    ) -> GraphCall | tuple[Tensor | None, ...]:
+        x, weight, *bias, _, shift, _ = operands
+        total, *statistics = (x, *results)[-2 - len(bias) :]
+        grad_out, grad_total = (*grads, None)[:2]
+        grad_out = torch.zeros_like(total) if grad_out is None else grad_out
+        added = grad_total if grad_total is not None and own.may_serve() else None
+        read = bias if activation else [None for _ in bias]
+        given = (grad_out, total, weight, *read, *statistics, shift, added)
+        call = function.call(*given, activation=activation)
+        if grad_total is None and not needs[-1]:  # which is the residual's
+            return call
+        grad_x, *of_weights = as_tuple(call())
+        if added is None and grad_total is not None:
+            grad_x = grad_x + grad_total
+        return grad_x, *of_weights, *[None] * (len(operands) - len(of_weights) - 2), grad_x
+
+    return backward
 
 
-def _check_rms(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: object,
-    _shift: float | None,
-    residual: Tensor | None,
-    *,
-    trains: bool,
-    activation: object,
-) -> None:
-    check(x, {"weight": weight}, eps, residual)
+def _read_backward(operands: Sequence[Value], _: object, *, activation: str | None) -> list[bool]:
+    """x, or the sum with a residual; the weight; behind an activation also the bias."""
+    x_and_weights = [operands[-1] is None, True, activation is not None][: len(operands) - 3]
+    return [*x_and_weights, False, False, False]
+
+
+def check_operands(*operands: Any, trains: bool = False, activation: object = None) -> None:
+    """Checks the operands of a norm's graph."""
+    x, *weights, eps, _, residual = operands
+    check(x, dict(zip(("weight", "bias"), weights, strict=False)), eps, residual)
     check_activation(activation, ACTIVATIONS)
     if trains and activation is not None and not own.may_serve():
         raise OptionError("activation", shown(activation), "None, where a gradient is wanted")
@@ -221,14 +235,14 @@ def _has_engine(x: Value, weight: Value) -> bool:
 
 
 @graph_op(
-    reference=_rms_reference,
-    backward=_rms_backward,
+    reference=_reference,
+    backward=_backward(rms_norm_gradients),
     keeps_results=slice(1, None),
     auxiliary=1,
-    check=_check_rms,
+    check=check_operands,
     readable=_readable,
     views=_as_rows,
-    reads=lambda operands, _: (operands[-1] is None, True, False, False, False),  # the sum with a residual, not x
+    reads=_read_backward,
     materialize_grads=False,
     shard={"x": 1, "residual": 1},
 )
@@ -276,7 +290,7 @@ def _fp8_reference(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     rows = _sum(x, residual)
-    out = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * _factor(weight, shift, rows)
+    out, _ = _normalized(rows, [weight], eps, shift)
     return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
 
@@ -327,82 +341,79 @@ def rms_norm_fp8_rows(
     raise NotImplementedError("own kernels alone write norms in FP8")
 
 
-def _layer_reference(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, trains: bool
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    out, mean, scale = _layer_normalized(widened(x), weight, bias, eps)
-    return (out.to(x.dtype), mean, scale) if trains else out.to(x.dtype)
-
-
-def _layer_normalized(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean = rows.mean(-1, keepdim=True)
-    scale = ((rows - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    out = (rows - mean) * scale * (1.0 if weight is None else widened(weight))
-    return out if bias is None else out + widened(bias), mean, scale
-
-
-def _layer_gradients_reference(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, ...]:
-    dy, rows = widened(grad), (widened(x) - mean) * scale
-    grad_rows = dy * widened(weight)
-    grad_x = scale * (grad_rows - grad_rows.mean(-1, keepdim=True) - rows * (grad_rows * rows).mean(-1, keepdim=True))
-    sums = [part.sum_to_size(weight.shape).to(weight.dtype) for part in (dy * rows, dy)]
-    return (grad_x.to(x.dtype), *sums)
-
-
 @graph_op(
-    reference=_layer_gradients_reference,
+    reference=_gradients_reference,
     backward=no_second_gradient("layer_norm"),
     keeps_results=False,
     readable=_contiguous,
     views=_as_rows,
-    shard=sharding.along({"grad": 1, "x": 1, "mean": 1, "scale": 1}, sums=2),
+    shard=sharding.along({"grad": 1, "x": 1, "mean": 1, "scale": 1, "grad_total": 1}, sums=2),
 )
 def layer_norm_gradients(
-    g: GraphBuilder, grad: Symbol, x: Symbol, weight: Symbol, mean: Symbol, scale: Symbol
+    g: GraphBuilder,
+    grad: Symbol,
+    x: Symbol,
+    weight: Symbol | None = None,
+    bias: Symbol | None = None,
+    mean: Symbol | None = None,
+    scale: Symbol | None = None,
+    shift: Symbol | None = None,
+    grad_total: Symbol | None = None,
+    *,
+    activation: str | None = None,
 ) -> tuple[Symbol, ...]:
+    """Gradients of x, of the weight and the bias, as `rms_norm_gradients`; the bias is read behind an activation."""
+    assert grad_total is None
+    assert bias is None
+    assert activation is None
+    shifted = weight if shift is None else g.add(a=weight, b=shift)
     gradients = g.layernorm_backward(
-        name="layer_norm_gradients", grad=grad, input=x, scale=weight, mean=mean, inv_variance=scale
+        name="layer_norm_gradients", grad=grad, input=x, scale=shifted, mean=mean, inv_variance=scale
     )
     return tuple(gradients)
 
 
-def _check_layer(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: object, residual: Tensor | None = None, **_: object
-) -> None:
-    check(x, {"weight": weight, "bias": bias}, eps, residual)
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        raise DtypeError("bias", dtype_name(bias.dtype), f"{dtype_name(weight.dtype)}, the dtype of weight")
-
-
 @graph_op(
-    reference=_layer_reference,
-    backward=lambda grads, operands, results, **_: layer_norm_gradients.call(*grads, *operands[:2], *results),
+    reference=_reference,
+    backward=_backward(layer_norm_gradients),
     keeps_results=slice(1, None),
     auxiliary=2,
-    check=_check_layer,
+    check=check_operands,
     readable=_contiguous,
     views=_as_rows,
-    reads=lambda *_: (True, True, False, False),
-    shard={"x": 1},
+    reads=_read_backward,
+    materialize_grads=False,
+    shard={"x": 1, "residual": 1},
 )
 def layer_norm_rows(
-    g: GraphBuilder, x: Symbol, weight: Symbol, bias: Symbol, eps: Symbol, *, trains: bool
-) -> Symbol | tuple[Symbol, Symbol, Symbol]:
-    """Normalized rows, times the weight, plus the bias; also their mean and inverse deviation if needed."""
+    g: GraphBuilder,
+    x: Symbol,
+    weight: Symbol | None = None,
+    bias: Symbol | None = None,
+    eps: Symbol | None = None,
+    shift: Symbol | None = None,
+    residual: Symbol | None = None,
+    *,
+    trains: bool,
+    activation: str | None = None,
+) -> tuple[Symbol, ...]:
+    """Normalized rows, times the weight, plus the bias; each row's mean and factor.
+
+    With a residual the sum is rounded, and its mean is that of the rounded one, as gradients need. cuDNN's engines do
+    not round it, and own kernels alone add one.
+    """
+    assert residual is None
     phases = g.types.norm_forward_phase
     out, mean, scale = g.layernorm(
         name="layer_norm",
         norm_forward_phase=phases.TRAINING if trains else phases.INFERENCE,
         input=x,
-        scale=weight,
+        scale=weight if shift is None else g.add(a=weight, b=shift),
         bias=bias,
         epsilon=eps,
     )
-    return (out, mean, scale) if trains else out
+    out = g.swish(input=out) if activation == "silu" else out
+    return (out, mean, scale) if trains else (out,)
 
 
 def _layer_fp8_reference(
@@ -414,13 +425,20 @@ def _layer_fp8_reference(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     rows = _sum(x, residual)
-    out, _, _ = _layer_normalized(rows, weight, bias, eps)
+    out, *_ = _normalized(rows, [weight, bias], eps, None)
     return _quantized(out, scale, () if residual is None else (rows.to(x.dtype),))
 
 
-def _check_layer_fp8(x: Tensor, *others: Any) -> None:
-    _check_layer(x, *others[:-1])
-    _check_scale(others[-1], x)
+def _check_layer_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: object,
+    residual: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    check(x, {"weight": weight, "bias": bias}, eps, residual)
+    _check_scale(scale, x)
 
 
 @graph_op(
@@ -449,18 +467,23 @@ def _by_own_kernels(
     """The key of a norm's plan by own kernels, or of its gradients', and why; the key is None where cuDNN serves."""
     values, results, static = given
     named = dict(zip(names, values, strict=True))
-    activation, is_backward = static.get("activation"), operation is own_norm_gradients
-    # cuDNN's engines of training have no activation, and add no other gradient.
+    activation, is_backward, is_layer = static.get("activation"), operation is own_norm_gradients, "bias" in names
+    # cuDNN's engines of training have no activation, and add no other gradient. Those of a LayerNorm need a weight,
+    # and forward a bias, and round no sum.
     is_plain = named.get("grad_total") is None and not (activation and (is_backward or static["trains"]))
+    if is_layer:
+        is_plain &= named["weight"] is not None and (is_backward or named["bias"] is not None)
+        is_plain &= named.get("residual") is None
     has_engine = is_plain and _has_engine(named["x"], named["weight"])
     kernel, why = own.choice("norm", target, results[0].shape, is_backward=is_backward, has_engine=has_engine)
-    if is_backward and not is_plain:
-        kernel, why = OWN, "own kernels: their forward pass has fused more than cuDNN's gradients undo"
+    if not is_plain and (is_backward or kernel == CUDNN):  # the providers may be others than where it was traced
+        kernel, why = OWN, "own kernels: cuDNN has no engine for what is fused"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
-    options = {"layer": "mean" in names or "bias" in names, "activation": activation}
+    options = {"layer": is_layer, "activation": activation}
     trains = {name: static[name] for name in ("trains",) if name in static}
-    return given, own.key_of(operation, named, results, options | trains, target=target, device=device), why
+    key = own.key_of(operation, named, results, options | trains, target=target, device=device)
+    return given, *own.unless_known_wrong(key, why, has_engine=has_engine)
 
 
 def _in_fp8(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.encoding import Value
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -104,6 +105,13 @@ def choice(
                 return row.kernel, str(row)
             return (CUDNN, f"{_WORDS[CUDNN]}: nothing was measured on this GPU") if has_engine else (OWN, lacked)
     return (OWN, lacked) if may_serve() else (CUDNN, "")
+
+
+def unless_known_wrong(key: PlanKey, why: str, *, has_engine: bool) -> tuple[PlanKey | None, str]:
+    """The key of a plan by own kernels, and why; the key is None where these have a known issue and cuDNN serves."""
+    if has_engine and (reasons := known_issues.reasons_against(key)):
+        return None, f"{_WORDS[CUDNN]}: {_WORDS[OWN]} do not serve it, as {'; '.join(reasons)}"
+    return key, why
 
 
 def refuse_without_fp8(function: str, target: Target, instead: str) -> None:

@@ -94,13 +94,12 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """`torch.nn.LayerNorm` over the last dimension, by `layer_norm`: (x - mean) / sqrt(variance + eps) · weight + bias.
 
-    If there is no weight or no bias, each call creates one for cuDNN.
-
     Args:
         normalized_shape: Size of the last dimension.
         eps: Added to the variance.
         elementwise_affine: Whether there is a weight.
         bias: Whether there is also a bias.
+        zero_centered: Whether the weight is stored minus 1; it is then initialized with 0.
         device: Of both.
         dtype: Of both: x's dtype or float32.
 
@@ -126,13 +125,16 @@ class LayerNorm(nn.Module):
         elementwise_affine: bool = True,
         bias: bool = True,
         *,
+        zero_centered: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.normalized_shape = _one_dimension(normalized_shape)
         check_number("eps", eps)
-        elementwise_affine, bias = checked_flags(elementwise_affine=elementwise_affine, bias=bias)
+        elementwise_affine, bias, self.zero_centered = checked_flags(
+            elementwise_affine=elementwise_affine, bias=bias, zero_centered=zero_centered
+        )
         self.eps, self.elementwise_affine = eps, elementwise_affine
         for name, exists in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
             self.register_parameter(name, _vector(self.normalized_shape, device, dtype, exists))
@@ -141,7 +143,7 @@ class LayerNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Resets weight and bias, so that they have no effect."""
         if self.weight is not None:
-            nn.init.ones_(self.weight)
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -163,11 +165,12 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of rows (..., n)."""
-        return layer_norm(x, with_summed_gradient(self.weight), with_summed_gradient(self.bias), self.eps)
+        weight, bias = with_summed_gradient(self.weight), with_summed_gradient(self.bias)
+        return layer_norm(x, weight, bias, self.eps, zero_centered=self.zero_centered)
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
-        return f"{text}, bias={self.bias is not None}"
+        return f"{text}, bias={self.bias is not None}" + (", zero_centered=True" if self.zero_centered else "")
 
 
 def are_alike(*norms: nn.Module) -> bool:

@@ -669,6 +669,18 @@ def exact_added_rms_norm(x: Tensor, weight: Tensor, residual: Tensor, **options:
     return torch.cat(rms_norm(x, weight, residual=residual, **options), -1)
 
 
+def with_residual_and_bias() -> dict[str, Tensor]:
+    return {**with_residual(), "bias": torch.randn(64).to(HALF)}
+
+
+def added_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, **options: Any) -> Tensor:
+    return torch.cat(cudnn_sdpa.layer_norm(x, weight, bias, residual=residual, **options), -1)
+
+
+def exact_added_layer_norm(**given: Any) -> Tensor:
+    return torch.cat(layer_norm(**given), -1)
+
+
 def normalized_with_bias() -> dict[str, Tensor]:
     return {**normalized(), "bias": torch.randn(32).to(HALF)}
 
@@ -744,10 +756,6 @@ def _with_sum(found: cudnn_sdpa.NormInFp8) -> Tensor:
 
 def exact_norm_in_fp8(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
     return torch.cat(rms_norm(x, weight, residual=residual, **options), -1)
-
-
-def exact_layer_norm_in_fp8(x: Tensor, residual: Tensor, **given: Any) -> Tensor:
-    return torch.cat([layer_norm(x + residual, **given), x + residual], -1)
 
 
 def gated() -> dict[str, Tensor]:
@@ -1108,8 +1116,8 @@ OPERATIONS: dict[str, Example] = {
     ),
     "layer_norm_fp8": Example(
         layer_norm_in_fp8,
-        lambda: {**with_residual(), "bias": torch.randn(64).to(HALF)},
-        exact_layer_norm_in_fp8,
+        with_residual_and_bias,
+        exact_added_layer_norm,
         differentiable=(),
         options={"eps": 1e-3},
         casts=(),
@@ -1120,9 +1128,17 @@ OPERATIONS: dict[str, Example] = {
     "layer_norm": Example(
         cudnn_sdpa.layer_norm,
         normalized_with_bias,
-        layer_norm,
+        lambda **given: layer_norm(**given)[0],
         differentiable=("x", "weight", "bias"),
         options={"eps": 1e-3},
+        is_attention=False,
+    ),
+    "layer_norm, zero-centered, residual, SiLU": Example(
+        added_layer_norm,
+        with_residual_and_bias,
+        exact_added_layer_norm,
+        differentiable=("x", "weight", "bias", "residual"),
+        options={"eps": 1e-3, "zero_centered": True, "activation": "silu"},
         is_attention=False,
     ),
     "rms_norm, zero-centered, residual": Example(

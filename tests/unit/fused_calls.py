@@ -17,12 +17,15 @@ CLOSE = {torch.float32: (2e-4, 2e-5), torch.bfloat16: (2e-2, 2e-2), torch.float1
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = 1e-6, **options: Any) -> Any:
     eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
-    out, total = exact.rms_norm(x, weight, eps, **options)
-    return out if options.get("residual") is None else (out, total)
+    found = exact.rms_norm(x, weight, eps, **options)
+    return found[0] if options.get("residual") is None else found
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    return exact.layer_norm(x, weight, bias, float(eps))
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **options: Any
+) -> Any:
+    found = exact.layer_norm(x, weight, bias, float(eps), **options)
+    return found[0] if options.get("residual") is None else found
 
 
 def gated(activation: str) -> Callable[..., Tensor]:

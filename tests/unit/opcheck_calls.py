@@ -170,6 +170,7 @@ FUSED: dict[str, Call] = {
     "rms_norm": lambda new: rms_norm(new(6, 64), new(64)),
     "rms_norm, trained": lambda new: _backward(rms_norm(new(6, 64, grad=True), new(64, grad=True))),
     "layer_norm": lambda new: layer_norm(new(6, 64), new(64), new(64)),
+    "layer_norm, fused": lambda new: layer_norm(new(6, 64), new(64), residual=new(6, 64), activation="silu"),
     "layer_norm, trained": lambda new: _backward(
         layer_norm(new(6, 64, grad=True), new(64, grad=True), new(64, grad=True))
     ),

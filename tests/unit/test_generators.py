@@ -178,6 +178,7 @@ CHOICES: dict[str, set[Any]] = {
     "page_layout": set(paged_arguments.LAYOUTS),
     "activation": set(conv_graphs.ACTIVATIONS),
     "rms_norm.activation": set(norm_graphs.ACTIVATIONS),
+    "layer_norm.activation": set(norm_graphs.ACTIVATIONS),
     "nn.FeedForward.activation": FEED_FORWARD,
     "nn.TransformerLayer.activation": FEED_FORWARD | {"swiglu"},
     "nn.VisionEncoder.activation": FEED_FORWARD | {"swiglu"},

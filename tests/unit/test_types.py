@@ -75,6 +75,8 @@ def test_a_norm_returns_the_sum_only_with_a_residual(flag: bool) -> None:
     assert_type(either, "Tensor | Both")
     assert isinstance(either, tuple) is flag
     assert_type(cudnn_sdpa.layer_norm(x), Tensor)
+    assert_type(cudnn_sdpa.layer_norm(x, residual=x), Both)
+    assert_type(cudnn_sdpa.layer_norm(x, residual=residual), "Tensor | Both")
 
 
 def test_results_have_public_types(tmp_path: Path) -> None:

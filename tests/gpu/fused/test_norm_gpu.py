@@ -210,3 +210,66 @@ def test_residuals_and_activations_of_all_rows(n, dtype, of_weight):
                 exact_of = torch.autograd.grad(exact_out, list(exact.values()), [x.double() for x in grads])
                 for one, other in zip(of_leaves, exact_of, strict=True):
                     assert (one.double() - other).norm() <= 3 * bound * other.norm() + 2e-2 * (n < 8) + 1e-4
+
+
+@pytest.mark.parametrize("shape", [(33, 1), (3, 7, 64), (2, 4096), (5, 1001), (600, 8192), (9, 32768)], ids=str)
+@pytest.mark.parametrize(("dtype", "of_weight"), [(BF16, BF16), (BF16, F32), (torch.float16, F32), (F32, F32)], ids=str)
+@pytest.mark.parametrize("provider", ["default", "own", "cudnn"])
+def test_layer_norms_of_sums(provider, dtype, of_weight, shape):
+    """Values, and gradients of all leaves, with what may be left out; `explain` shows the separate steps."""
+    options = itertools.product((False, True), (None, "silu"), (False, True), ((), ("weight",), ("weight", "bias")))
+    for with_residual, activation, zero_centered, names in options:
+        leaves = {"x": leaf(*shape, dtype=dtype), **{name: leaf(shape[-1], dtype=of_weight) for name in names}}
+        leaves |= {"residual": leaf(*shape, dtype=dtype)} if with_residual else {}
+        given = {"eps": 1e-1, "activation": activation, "zero_centered": zero_centered}
+        exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+        total = exact["x"] + exact["residual"] if with_residual else exact["x"]
+        weight = exact["weight"] + zero_centered if names else None
+        wanted = F.layer_norm(total, shape[-1:], weight, exact.get("bias"), 1e-1)
+        wanted = F.silu(wanted) if activation else wanted
+        bound = 2e-2 if dtype is BF16 else 4e-3 if dtype is torch.float16 else 2e-5
+        with providers(provider):
+            poison(shape, shape, dtype=dtype)
+            with torch.no_grad():
+                inference = layer_norm(**leaves, **given)
+            found = layer_norm(**leaves, **given)
+            inference, out, *sums = (inference[0], *found) if with_residual else (inference, found)
+            grads = [torch.randn_like(out) for _ in (out, *sums)]
+            gradients = torch.autograd.grad((out, *sums), list(leaves.values()), grads)
+            answer = explain(layer_norm, **leaves, **given)
+        right = torch.autograd.grad((wanted, total)[: len(grads)], list(exact.values()), [x.double() for x in grads])
+        for one in (inference, out):
+            assert (one.double() - wanted).norm() <= bound * wanted.norm() + 1e-6
+        assert all(torch.equal(each, leaves["x"] + leaves["residual"]) for each in sums)
+        for one, other in zip(gradients, right, strict=True):
+            assert (one.double() - other).norm() <= 3 * bound * (other.norm() + 1e-2 * grads[0].double().norm())
+        steps = {"the sum of x and residual": with_residual, "silu of the result": bool(activation)}
+        assert {step for step in steps if step in answer.extra_kernels} == {
+            step for step, is_there in steps.items() if is_there and provider == "cudnn"
+        }
+
+
+def test_gradients_of_rows_of_equal_numbers():
+    """The deviation is 0, and a mean of the exact sum would be off by what rounding takes."""
+    x, residual = ((torch.randn(64, 1, device="cuda") * 5).to(BF16).repeat(1, 256).requires_grad_() for _ in range(2))
+    grad = torch.randn(64, 256, device="cuda").to(BF16)
+    for provider in ("default", "own", "cudnn"):
+        with providers(provider):
+            out, total = layer_norm(x, residual=residual)
+            (found,) = torch.autograd.grad(out, x, grad)
+        right = (grad.double() - grad.double().mean(-1, keepdim=True)) * 1e-5**-0.5
+        assert difference(found, right) < 2e-2
+        assert (total.detach()[:, :1] == total.detach()).all()
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_a_layer_norm_without_weight_and_bias_fills_nothing():
+    x = torch.randn(64, 1024, device="cuda", dtype=BF16)
+    layer_norm(x)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer_norm(x)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "normalize" in names
+    assert "elementwise" not in names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa import UnsupportedError, explain, providers, rms_norm
+from cudnn_sdpa import UnsupportedError, explain, layer_norm, providers, rms_norm
 from cudnn_sdpa.fused.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
@@ -78,8 +78,11 @@ NORMS = {
     "layer_norm": (layer_norm_rows, (X, W, W, 1e-5), {"trains": False}),
     "layer_norm, training": (layer_norm_rows, (X, W, W, 1e-5), {"trains": True}),
     "layer_norm, float32 weight": (layer_norm_rows, (X, W32, W32, 1e-5), {"trains": True}),
-    "gradients of layer_norm": (layer_norm_gradients, (X, X, W, OF_ROWS, OF_ROWS), {}),
-    "gradients of layer_norm, float32 weight": (layer_norm_gradients, (X, X, W32, OF_ROWS, OF_ROWS), {}),
+    "layer_norm, zero-centered": (layer_norm_rows, (X, W, W, 1e-5, 1.0), {"trains": False}),
+    "layer_norm, zero-centered, training": (layer_norm_rows, (X, W, W, 1e-5, 1.0), {"trains": True}),
+    "gradients of layer_norm": (layer_norm_gradients, (X, X, W, None, OF_ROWS, OF_ROWS), {}),
+    "gradients of layer_norm, float32 weight": (layer_norm_gradients, (X, X, W32, None, OF_ROWS, OF_ROWS), {}),
+    "gradients of layer_norm, zero-centered": (layer_norm_gradients, (X, X, W, None, OF_ROWS, OF_ROWS, 1.0), {}),
 }
 
 DENSE = bare(1, 8192, 64)
@@ -170,6 +173,7 @@ FUSED = {
     "residual, zero-centered": (rms_norm_rows, (X, W, 1e-6, 1.0, X), INFERENCE),
     "SiLU": (rms_norm_rows, (X, W, 1e-6), SILU),
     "residual and SiLU": (rms_norm_rows, (X, W, 1e-6, None, X), SILU),
+    "LayerNorm and SiLU": (layer_norm_rows, (X, W, W, 1e-5, 1.0), SILU),
 }
 
 ODD, OF_ODD = bare(512, 1000), bare(1000)
@@ -251,6 +255,10 @@ def test_norms_without_a_fused_kernel_run_in_several(gpu, monkeypatch):
     found = explain(rms_norm, x, weight, residual=x, activation="silu")
     assert found.supported, found.reasons
     assert found.extra_kernels == ["the sum of x and residual", "silu of the result"]
+    found = explain(layer_norm, x, residual=x, activation="silu")
+    assert found.supported, found.reasons
+    sums = ["the sum of x and residual", "silu of the result"]
+    assert found.extra_kernels == [*sums, "weight is created", "bias is created"]
     found = explain(rms_norm, one.requires_grad_(), residual=bare(7, 1))
     assert found.supported, found.reasons
     assert found.backward.supported, found.backward.reasons

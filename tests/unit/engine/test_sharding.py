@@ -417,6 +417,7 @@ CASES = {
         affine, lambda: {"x": randn(4, 6, 8), "weight": randn(8)}, {"x": Shard(1), "weight": R}, [Shard(1)]
     ),
 }
+_OF_LAYER_NORM = ("x", "weight", "bias", "residual")
 for _dim in (0, 1):
     CASES |= {
         f"rms_norm, {_dim}": Case(
@@ -438,6 +439,14 @@ for _dim in (0, 1):
             lambda: {"x": randn(4, 6, 32), "weight": torch.rand(32), "bias": randn(32)},
             {"x": Shard(_dim), "weight": R, "bias": R},
             [Shard(_dim)],
+        ),
+        f"layer_norm, residual, {_dim}": Case(
+            cudnn_sdpa.layer_norm,
+            lambda: {name: randn(4, 6, 32) if name in ("x", "residual") else randn(32) for name in _OF_LAYER_NORM},
+            {"x": Shard(_dim), "weight": R, "bias": R, "residual": Shard(_dim)},
+            [Shard(_dim)] * 2,
+            activation="silu",
+            zero_centered=True,
         ),
         f"layer_norm_fp8, {_dim}": Case(
             layer_norm_fp8,
@@ -576,6 +585,7 @@ COMPILED = (
     "fp8, heads",
     "rms_norm, 1",
     "rms_norm, residual, 1",
+    "layer_norm, residual, 1",
     "layer_norm, no bias, 1",
     "silu_mul, features",
     "silu_mul, both in one",

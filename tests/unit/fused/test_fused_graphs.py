@@ -33,16 +33,17 @@ for _weight, _residual, _centered in itertools.product((True, False), repeat=3):
     CASES[_name] = cudnn_sdpa.rms_norm, _shapes, _options, {"rms_norm_rows", "rms_norm_gradients"}
     CASES[f"{_name}, silu"] = cudnn_sdpa.rms_norm, _shapes, {**_options, "activation": "silu"}, {"rms_norm_rows"}
 
-_NORM = {"x": (3, 5, 32), **FACTOR, "bias": (32,)}
-CASES |= {
-    ", ".join(["layer_norm", *given]): (
+_NORM = {"x": (3, 5, 32), **FACTOR, "bias": (32,), "residual": (3, 5, 32)}
+for _given, _residual, _centered, _activation in itertools.product(
+    ((), ("weight",), ("bias",), ("weight", "bias")), ((), ("residual",)), (False, True), (None, "silu")
+):
+    _names = [*_given, *_residual]
+    CASES[", ".join(["layer_norm", *_names, *["zero-centered"] * _centered, *["silu"] * bool(_activation)])] = (
         cudnn_sdpa.layer_norm,
-        {name: _NORM[name] for name in ("x", *given)},
-        {"eps": EPS},
+        {name: _NORM[name] for name in ("x", *_names)},
+        {"eps": EPS, "zero_centered": _centered, "activation": _activation},
         {"layer_norm_rows", "layer_norm_gradients"},
     )
-    for given in ((), ("weight",), ("bias",), ("weight", "bias"))
-}
 
 _ROWS = {"gate": (4, 48), "up": (4, 48)}
 _OF_SILU = {"silu_mul_rows", "silu_mul_gradients"}
@@ -140,6 +141,23 @@ def test_no_built_in_graph_is_left_out():
     }
     of_own_kernels = {"gelu_mul_gradients", "relu_squared_gradient", "rms_norm_fp8_rows", "layer_norm_fp8_rows"}
     assert graphs == set().union(*(case[-1] for case in CASES.values()), {"silu_mul_grad_up"}, of_own_kernels)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("provider", ["default", "own"])
+def test_own_kernels_read_no_created_weight_and_bias(provider, trains):
+    """A gradient of the bias alone takes a weight, and cuDNN's engines both."""
+    x, bias = torch.randn(3, 64).requires_grad_(trains), torch.randn(64)
+    for given, created in (((), ()), ((torch.rand(64),), ()), ((None, bias), ("weight",))):
+        before = len(FakePlan.launched)
+        with gpu_on_the_cpu(), cpu_checks(None), providers(provider):
+            out = cudnn_sdpa.layer_norm(x, *given)
+            if trains:
+                out.sum().backward()
+        forward, *_ = FakePlan.launched[before:]
+        names = {name for name, tensor in zip(("weight", "bias"), given, strict=False) if tensor is not None}
+        assert {each.name for each in forward.inputs} & {"weight", "bias"} == names | set(created)
+        assert forward.name == "own_norm"
 
 
 @pytest.mark.parametrize("other", ["cudnn", "fa4"])

@@ -72,6 +72,10 @@ CALLS = {
     "rms_norm, SiLU": (cudnn_sdpa.rms_norm, lambda: (draw(130, 64), draw(64)), {"activation": "silu"}, None),
     "rms_norm of rows of 37": (cudnn_sdpa.rms_norm, lambda: (draw(3, 120, 37), draw(37)), {}, None),
     "layer_norm": (cudnn_sdpa.layer_norm, lambda: (draw(130, 64), draw(64), draw(64)), {}, 3),
+    "layer_norm, no weight": (cudnn_sdpa.layer_norm, lambda: (draw(130, 64), None), {}, 3),
+    "layer_norm, SiLU": (
+        *(cudnn_sdpa.layer_norm, lambda: (draw(130, 64), draw(64), draw(64)), {"activation": "silu"}, None),
+    ),
     "conv1d": (cudnn_sdpa.conv1d, lambda: (draw(9, 8, 100), draw(4, 8, 3), draw(4)), {}, None),
     "conv2d": (cudnn_sdpa.conv2d, lambda: (images(9, 8, 12, 12), images(4, 8, 3, 3)), {"padding": 1}, None),
     "conv2d, large result": (

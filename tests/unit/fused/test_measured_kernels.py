@@ -24,6 +24,8 @@ from cudnn_sdpa import (
     silu_mul,
 )
 from cudnn_sdpa.fused import activation_kernels, conv, norm_kernels, own
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
 from cudnn_sdpa.graph.layouts import TensorLayout
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -118,6 +120,9 @@ def test_gradients_of_few_rows(rows, n, dtype):
         of_sum = lambda f, x, r, w, options=options: f(x, w, residual=r, **options)  # noqa: E731
         assert_by_own_kernels(rms_norm, x, residual, weight, call=of_sum, sums=True)
         assert_by_own_kernels(rms_norm, x, weight, call=lambda f, x, w, o=options: f(x, w, **o), sums=True)
+        if shift:
+            of_layer = lambda f, x, r, w, b, options=options: f(x, w, b, residual=r, **options)  # noqa: E731
+            assert_by_own_kernels(layer_norm, x, residual, weight, torch.randn(n), call=of_layer, sums=True)
     bias = torch.randn(n).to(dtype)
     assert_by_own_kernels(layer_norm, x, weight.to(dtype), bias, sums=True)
     program = program_of(norm_kernels.own_norm_gradients, (rows, n), dtype, layer=False, activation=None)
@@ -169,6 +174,19 @@ def test_few_rows_of_gradients_are_served_by_own_kernels(function, monkeypatch):
         assert "own" not in explained(1, 4096, function).backward.key
     monkeypatch.setenv("CUDNN_SDPA_TARGET", "b200")
     assert "own" not in explained(1, 4096, function).backward.key
+
+
+def test_calls_that_meet_a_known_bug_of_own_kernels_are_cudnns(monkeypatch):
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", "h200")
+    bug = KnownIssue("it skips a row", "seen on an H200", "refused", concerns=lambda _: True, provider="own")
+    monkeypatch.setattr(known_issues, "FUSED_ISSUES", (*known_issues.FUSED_ISSUES, bug))
+    x, weight = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((8, 4096), (4096,)))
+    with providers("own"):
+        for found in (explain(rms_norm, x, weight), explain(silu_mul, x, x), explain(layer_norm, x, weight, weight)):
+            assert (found.provider, found.supported) == ("cudnn", True)
+            assert found.choice == f"cuDNN's engines: own kernels do not serve it, as {bug}"
+        refused = explain(layer_norm, x, weight, weight, residual=x)  # cuDNN adds nothing before it
+    assert refused.reasons == [str(bug)]
 
 
 def test_the_faster_kernel_is_preferred():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 FUNCTIONS = {"ours": rms_norm, "right": in_float64(rms_norm)}
 rms_in_float64, layer_in_float64 = in_float64(rms_norm), in_float64(layer_norm)
+LAYERS = layer_norm, layer_in_float64
 
 
 def values(*shape, dtype=torch.float32):
@@ -108,7 +111,7 @@ def test_large_values_do_not_overflow():
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
 @pytest.mark.parametrize("size", [64, 24], ids=["", "in several kernels"])
-def test_activation(size, dtype, with_residual, zero_centered, assert_rounded):
+def test_activation_of_rms_norm(size, dtype, with_residual, zero_centered, assert_rounded):
     x, weight = values(5, size, dtype=dtype), values(size, dtype=dtype)
     options = {"activation": "silu", "zero_centered": zero_centered}
     options["residual"] = values(5, size, dtype=dtype) if with_residual else None
@@ -119,6 +122,38 @@ def test_activation(size, dtype, with_residual, zero_centered, assert_rounded):
         else:  # each kernel rounds
             unit = torch.finfo(dtype).eps
             torch.testing.assert_close(result.double(), right, rtol=4 * unit, atol=4 * unit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_layer_norm_of_a_sum(activation, dtype, with_residual, zero_centered, assert_rounded):
+    """It normalizes the sum that it returns."""
+    x, weight, bias = values(5, 24, dtype=dtype), values(24), values(24)
+    options = {"activation": activation, "zero_centered": zero_centered}
+    for given in ((weight, bias), (weight, None), (None, bias), (None, None)):
+        if with_residual:
+            residual = values(5, 24, dtype=dtype)
+            out, total = layer_norm(x, *given, residual=residual, **options)
+            assert torch.equal(total, x + residual)
+        else:
+            out, total = layer_norm(x, *given, **options), x
+        assert_rounded(out, layer_in_float64(total, *given, **options))
+
+
+@pytest.mark.parametrize("provider", ["default", "own", "cudnn"])
+@pytest.mark.parametrize("n", [1, 3, 64])
+def test_gradients_of_a_layer_norm_of_a_sum_are_those_of_the_rounded_sum(n, provider):
+    """Rows of equal numbers: the mean of the exact sum would be off by as much as one over the deviation enlarges."""
+    x, residual, grad = (each.bfloat16() for each in (torch.randn(7, 1) * 5, torch.randn(7, 1), torch.randn(7, n)))
+    x, residual = (each.expand(7, n).contiguous().requires_grad_() for each in (x, residual))
+    with gpu_on_the_cpu(), cudnn_sdpa.cpu_checks(None), cudnn_sdpa.providers(provider):
+        out, total = layer_norm(x, residual=residual)
+        (found,) = torch.autograd.grad(out, x, grad)
+    exact = total.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(layer_in_float64(exact), exact, grad.double())
+    torch.testing.assert_close(found.double(), right, rtol=2e-2, atol=1e-2 * 300)
 
 
 OPTIONS = [{}, {"zero_centered": True}, {"activation": "silu"}, {"eps": 0.5}, {"eps": 0}]
@@ -135,23 +170,26 @@ def test_gradients_of_rms_norm(shape, options):
 
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_gradients_through_one_result_or_both(used, activation):
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_gradients_through_one_result_or_both(norm, used, activation):
     x, weight, residual = values(5, 24), values(24), values(5, 24)
     leaves = [x, weight, residual] if 0 in used else [x, residual]  # the sum does not depend on the weight
     call, right = (
         lambda x, *rest, f=f: f(x, rest[0] if len(rest) > 1 else None, residual=rest[-1], activation=activation)
-        for f in FUNCTIONS.values()
+        for f in (norm, in_float64(norm))
     )
     assert_gradients(call, right, leaves, used)
 
 
 @pytest.mark.parametrize("shape", [(13,), (1, 64), (5, 33), (2, 3, 4, 24)], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_gradients_of_layer_norm(shape, count):
-    leaves = [values(*shape), values(shape[-1]), values(shape[-1])][:count]
-    assert_gradients(layer_norm, layer_in_float64, leaves)
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+def test_gradients_of_layer_norm(shape, count, options):
+    leaves, residual = [values(*shape), values(shape[-1]), values(shape[-1])][:count], values(*shape)
+    assert_gradients(*(partial(f, **options) for f in LAYERS), leaves)
+    assert_gradients(*(lambda r, *given, f=f: f(*given, **options, residual=r) for f in LAYERS), [residual, *leaves])
     if count == 2:
-        calls = (lambda x, bias, f=f: f(x, None, bias, eps=0.3) for f in (layer_norm, layer_in_float64))
+        calls = (lambda x, bias, f=f: f(x, None, bias, **{"eps": 0.3, **options}) for f in LAYERS)
         assert_gradients(*calls, leaves)
 
 
@@ -160,9 +198,10 @@ def test_empty_tensors(shape):
     x, weight = torch.empty(shape), torch.empty(shape[-1])
     assert rms_norm(x, weight).shape == shape
     assert layer_norm(x, weight, weight).shape == shape
-    for result in rms_norm(x, weight, residual=x, activation="silu"):
-        assert result.shape == shape
-        assert result is not x
+    for norm in (rms_norm, layer_norm):
+        for result in norm(x, weight, residual=x, activation="silu"):
+            assert result.shape == shape
+            assert result is not x
     with pytest.raises(ShapeError, match="weight: got shape"):
         rms_norm(x, torch.empty(shape[-1] + 1))
 
@@ -185,10 +224,6 @@ WRONG = {
     "eps inf": ((X, W), {"eps": float("inf")}, OptionError, "eps: got inf"),
     "eps bool": ((X, W), {"eps": True}, OptionError, "eps: got True"),
     "eps text": ((X, W), {"eps": "1"}, OptionError, "eps: got '1'"),
-}
-WRONG_RMS = {
-    **WRONG,
-    "eps tensor": ((X, W, torch.tensor(1e-6)), {}, OptionError, "eps: got Tensor; .* no normalized_shape here"),
     "residual's shape": ((X, W), {"residual": X[:2]}, ShapeError, r"residual: got shape \(2, 8\); expected shape \(3"),
     "residual's dtype": ((X, W), {"residual": X.half()}, DtypeError, "residual: got float16; expected fl"),
     "residual elsewhere": ((X, W), {"residual": X.to("meta")}, DeviceError, "residual: got meta"),
@@ -196,6 +231,11 @@ WRONG_RMS = {
     "activation": ((X, W), {"activation": "relu"}, OptionError, "activation: got 'relu'; expected None or 'silu'"),
     "activation's type": ((X, W), {"activation": 1}, OptionError, "activation: got 1"),
     "activations": ((X, W), {"activation": ["silu"]}, OptionError, r"activation: got \['silu'\]"),
+    "zero_centered": ((X, W), {"zero_centered": 1}, OptionError, "zero_centered: got 1; expected"),
+}
+WRONG_RMS = {
+    **WRONG,
+    "eps tensor": ((X, W, torch.tensor(1e-6)), {}, OptionError, "eps: got Tensor; .* no normalized_shape here"),
 }
 WRONG_LAYER = {
     **WRONG,
@@ -219,8 +259,9 @@ def test_wrong_arguments_are_refused(norm, name, requires_grad):
 
 
 def test_options_are_keyword_only():
-    with pytest.raises(TypeError, match="positional"):
-        rms_norm(X, W, 1e-6, X)
+    for call in (lambda: rms_norm(X, W, 1e-6, X), lambda: layer_norm(X, W, W, 1e-6, X)):
+        with pytest.raises(TypeError, match="positional"):
+            call()
 
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
@@ -228,6 +269,14 @@ def test_results_without_elements_are_dense(norm):
     x = torch.empty_strided((0, 32), (1, 0))
     assert norm(x).stride() == torch.empty(0, 32).stride()
     assert norm(x, torch.ones(32)).stride() == torch.empty(0, 32).stride()
+
+
+def test_a_compiled_backward_pass_of_one_row_reads_an_expanded_gradient():
+    """The bias' gradient is then the result's, whose elements share one address."""
+    x, weight, bias = (values(17).requires_grad_() for _ in range(3))
+    out = torch.compile(layer_norm, backend="aot_eager")(x, weight, bias)
+    gradients = torch.autograd.grad(out, [x, weight, bias], torch._efficientzerotensor(17))
+    assert all(torch.equal(found, torch.zeros(17)) for found in gradients)
 
 
 def test_a_compiled_backward_pass_reads_gradients_at_any_address():

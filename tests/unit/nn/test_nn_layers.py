@@ -53,6 +53,16 @@ def test_conversion_of_pytorchs_norms(eps, affine):
         assert_equal_results(loaded, other, x)
 
 
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_zero_centered_norms(kind):
+    x, plain, centered = torch.randn(3, 48), kind(48), kind(48, zero_centered=True)
+    assert torch.equal(centered(x), plain(x))
+    torch.nn.init.normal_(centered.weight)
+    plain.weight.data.copy_(centered.weight + 1)
+    torch.testing.assert_close(centered(x), plain(x))
+    assert "zero_centered=True" in repr(centered)
+
+
 def test_norms_over_several_dimensions_are_not_converted():
     for kind, ours in ((nn.RMSNorm, RMSNorm), (nn.LayerNorm, LayerNorm)):
         with pytest.raises(UnsupportedError, match="last 2 dimensions"):

@@ -59,6 +59,7 @@ RESULTS_TOGETHER = (
     "sdpa_fp8_backward, lengths",
     "rms_norm, zero-centered, residual",
     "rms_norm, residual, several kernels",
+    "layer_norm, zero-centered, residual, SiLU",
     "a user's graph_op",
     "a user's graph_op, booleans",
 )
