@@ -21,6 +21,10 @@ import cudnn_sdpa
 
 ROOT = Path(__file__).parent.parent
 GPU = ROOT / "tests" / "gpu"
+
+#: Folders of tests of which `make test` runs FEW parametrizations, unless a mark says how many; of others it runs all.
+SAMPLED = {*(ROOT / "tests" / "unit").glob("*/"), ROOT / "tests" / "offline"}
+FEW = 4
 SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -40,7 +44,7 @@ def _chosen(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost, after all others
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
-    """Of a test marked `sample(n)` all but n parametrizations are slow.
+    """Of a test marked `sample(n)`, and of those of `SAMPLED`, all but n parametrizations are slow.
 
     What does not run is taken out here, before it is made into tests, which takes longer than to run many of them.
     """
@@ -48,9 +52,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, No
     chosen, calls, test = _chosen(metafunc.config), metafunc._calls, metafunc.definition
     if chosen == "all" or not calls or GPU in test.path.parents:
         return
-    if sample := test.get_closest_marker("sample"):
+    sample, few = test.get_closest_marker("sample"), not SAMPLED.isdisjoint(test.path.parents)
+    if sample or few:
         quick = list(filter(is_quick, calls))
-        kept = {id(call) for call in spread(test.originalname, quick, sample.args[0])}
+        kept = {id(call) for call in spread(test.originalname, quick, sample.args[0] if sample else FEW)}
         for call in quick:
             if id(call) not in kept:
                 call.marks.append(pytest.mark.slow.mark)

@@ -61,6 +61,7 @@ def test_the_partitioner_saves_the_seed(attend, budget):
     assert_gradients_are_of_the_same_numbers(run, budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [dense, packed])
 def test_inductor_saves_the_seed(attend):
     assert_gradients_are_of_the_same_numbers(torch.compile(layers(attend), fullgraph=True), 0.4)

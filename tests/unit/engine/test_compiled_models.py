@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_gpu import FakePlan, gpu_on_the_cpu
 from torch.export import Dim, export
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -18,8 +19,10 @@ from cudnn_sdpa import (
     Fp8Scales,
     UnsupportedError,
     conv2d,
+    cpu_checks,
     fp8_attention,
     layer_norm,
+    providers,
     rms_norm,
     sdpa,
     sdpa_fp8,
@@ -113,6 +116,20 @@ def test_a_model_is_exported_for_any_size(strict, tmp_path):
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     for x in (x_of(), x_of(5, 21)):
         torch.testing.assert_close(loaded(x), theirs(x))
+
+
+@quiet
+@pytest.mark.parametrize("name", ["cudnn", "own"])
+def test_an_exported_model_is_served_by_the_providers_in_force(name):
+    """Those where it runs, not those where it was exported."""
+    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_reference(dtype=torch.bfloat16))
+    x = x_of().to(torch.bfloat16)
+    loaded, before = export(ours, (x,)).module(), len(FakePlan.launched)
+    with gpu_on_the_cpu(), cpu_checks(None), providers(name):
+        torch.testing.assert_close(loaded(x), theirs(x), rtol=5e-2, atol=5e-2)
+    served = FakePlan.launched[before:]
+    assert len(served) == 4
+    assert {key.provider for key in served} == {None if name == "cudnn" else name}
 
 
 @pytest.mark.slow

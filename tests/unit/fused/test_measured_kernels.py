@@ -53,7 +53,7 @@ def assert_by_own_kernels(function, *tensors, call=lambda f, *tensors: f(*tensor
 GATES = {"silu_mul": silu_mul, "gelu_mul": gelu_mul, "relu_squared": relu_squared}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("few", [True, False], ids=["narrow", "wide"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 341), (2, 512), (5, 1024), (1, 4096)], ids=str)
@@ -107,7 +107,7 @@ def program_of(operation, shape, dtype, *, sums=False, **options):
     return operation.program(key)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("n", [64, 100, 1001, 4096])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5])

@@ -13,6 +13,8 @@ from fake_gpu import TARGET, gpu_on_the_cpu
 import cudnn_sdpa
 from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, explain, layer_norm_fp8, rms_norm_fp8
 
+pytestmark = pytest.mark.sample(2)  # most compile a kernel
+
 LENGTHS = (1, 2, 8, 48, 1000, 4096, 20_000)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -242,7 +242,7 @@ MIXES = {
 }
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(8)
 @needs_pages
 @with_windows
 @pytest.mark.parametrize("mix", MIXES)

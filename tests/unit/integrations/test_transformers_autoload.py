@@ -82,7 +82,7 @@ assert not [finder for finder in sys.meta_path if "autoload" in type(finder).__m
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "imports",
     [
@@ -124,6 +124,7 @@ assert AttentionInterface()["cudnn_sdpa"] is not before
     )
 
 
+@pytest.mark.slow
 def test_a_server_takes_the_name_and_no_wrong_one(run):
     run(
         """
@@ -152,16 +153,19 @@ with warnings.catch_warnings(record=True) as caught:
 """
 
 
+@pytest.mark.slow
 def test_a_broken_installation_warns(run, tmp_path):
     (tmp_path / "broken" / "cudnn_sdpa").mkdir(parents=True)
     (tmp_path / "broken" / "cudnn_sdpa" / "__init__.py").write_text("raise OSError('a library is missing')")
     run(WARNS + "assert 'OSError: a library is missing' in text, text", "1", tmp_path / "broken")
 
 
+@pytest.mark.slow
 def test_a_wrong_value_warns(run):
     run(WARNS + "assert 'CUDNN_SDPA_TRANSFORMERS=yes' in text and 'may be 1 or 0' in text, text", "yes")
 
 
+@pytest.mark.slow
 def test_pytorchs_switch_turns_it_off(run, monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     run("import torch\nassert 'cudnn_sdpa_autoload' not in sys.modules", "1")

@@ -7,13 +7,15 @@ import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
-from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
+from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, providers, sdpa, shape_policy
 from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense import forward
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.forward import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.dense.specs import ForwardSpec
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.known_issues import KnownIssue
 from cudnn_sdpa.offline import background as background_plans
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.store import BadPlanFileError
@@ -230,6 +232,25 @@ def test_a_policy_change_during_a_call_leaves_no_bucket_call(patch):
         assert not known(20)
         assert SDPA.runs(BucketRun) == []
         assert serve(20) == "exact"
+
+
+@pytest.mark.parametrize("policy", ["bucketed", "tiered"])
+def test_another_providers_plans_are_exact_and_what_it_declines_follows_the_policy(policy, monkeypatch):
+    bug = KnownIssue(
+        bug="it skips a tile",
+        source="seen on an H200",
+        treatment="refused",
+        concerns=lambda key: key.inputs[0].layout.shape[2] > 15,  # rows of q
+        provider="own",
+    )
+    monkeypatch.setattr(known_issues, "ATTENTION_ISSUES", (*known_issues.ATTENTION_ISSUES, bug))
+    with shape_policy(policy), providers("own", "cudnn"):
+        assert kinds(range(10, 16)) == ["exact"] * 6
+        assert {key.provider for key in FakePlan.launched[-6:]} == {"own"}
+        assert kinds(range(16, 22)) == ["exact"] * 3 * (policy == "tiered") + ["bucket"] * (
+            6 - 3 * (policy == "tiered")
+        )
+        assert {key.provider for key in FakePlan.launched[-6:]} == {None}
 
 
 def test_calls_made_in_a_capture_are_not_remembered():

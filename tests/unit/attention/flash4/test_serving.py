@@ -309,6 +309,7 @@ def test_gradients_of_grouped_heads_need_one_head_dim():
     assert "one head dim of q and v" in found.backward.choice
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dims", [(48, 80), (8, 8), (72, 72), (128, 64), (256, 128)])
 def test_head_dims_are_those_that_the_tests_on_a_gpu_have(dims):
     """With some others its gradients are wrong."""

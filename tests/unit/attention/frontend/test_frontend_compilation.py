@@ -61,6 +61,7 @@ def band_of(kind: Kind):
 
 
 @needs_frontend
+@pytest.mark.sample(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
 def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):
@@ -99,6 +100,7 @@ def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):
 
 
 @needs_frontend
+@pytest.mark.slow
 def test_another_kernel_of_another_version_is_noticed(monkeypatch):
     """Its maps of tensors may have their dimensions in another order than the kind says."""
     text = """
@@ -116,6 +118,7 @@ compiler.ROWS = ("v", "k", "q", "out")
 
 
 @needs_frontend
+@pytest.mark.slow
 def test_the_frontend_admits_the_masks_that_are_served(run_python):
     """Its adapter checks them, and makes the kernel's parameters of them."""
     run_python(

@@ -26,6 +26,9 @@ BATCHES = {
 }
 
 
+pytestmark = pytest.mark.sample(1)  # each compiles a kernel
+
+
 @pytest.fixture(params=[(900, 3), (800, 3)], ids=["Hopper", "Ampere"], autouse=True)
 def gpu(request, monkeypatch):
     """Kernels run on a GPU of few multiprocessors; those of Hopper have its instructions."""
@@ -70,7 +73,7 @@ def copied(given):
     return EmulatedPagedKernel.traffic[0] - before
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("heads", [16, 20])
 def test_latent_attention(name, heads):
@@ -78,7 +81,6 @@ def test_latent_attention(name, heads):
     assert_right({**given, "sinks": torch.randn(heads) + 1} if heads == 20 else given)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("what", ["apart", "table of values", "two key heads", "128 heads"])
 def test_latent_attention_on_all_pages(name, what):
@@ -137,7 +139,6 @@ def test_trees_of_latent_attention():
     assert_right({**latent("few", before=0, behind=0), "tree_mask": tree_of(new, 5)})
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_other_head_dims(name, dims):
@@ -152,7 +153,6 @@ def test_more_parts_than_lanes(gpu, dim_v, heads):  # noqa: ARG001
 
 
 @pytest.mark.parametrize("gpu", [(900, 3)], ids=["Hopper"], indirect=True)
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BATCHES)
 def test_pages_in_fp8(name, gpu):  # noqa: ARG001
     given = drawn(name, heads=8, dims=(128, 128), cache=E4M3)
