@@ -126,6 +126,7 @@ def bench_fp8(
         Fp8Part.TRAINING: ("Forward and backward pass, interleaved, median", fp8.training),
         Fp8Part.HOST: (f"CPU time of one warm call: {fp8.SMALL.label}", fp8.host),
         Fp8Part.LAYER: ("Fp8Attention, with quantization and scaling", fp8.layer),
+        Fp8Part.ROTATIONS: ("Fp8Attention with rotations, without gradients", fp8.rotations),
     }
     _measure("fp8", {chosen.value: measures[chosen] for chosen in part or list(Fp8Part)}, output)
 
@@ -177,13 +178,16 @@ def bench_fused(
 ) -> None:
     """Time norms, gates and rotations by this library, by torch.compile, and by quack and Liger if installed."""
     require_gpu()
-    from benchmarks import fused_peers
+    from benchmarks import fused_inference, fused_peers
 
     measures: dict[FusedPart, tuple[str, Measure]] = {
         FusedPart.NORMS: ("rms_norm, bfloat16, interleaved, median", fused_peers.norms),
         FusedPart.GATES: ("silu_mul, bfloat16, interleaved, median", fused_peers.gates),
         FusedPart.ROTATIONS: ("rope, bfloat16, interleaved, median", fused_peers.rotations),
         FusedPart.FEW_ROWS: ("Gradients of rms_norm of few rows, bfloat16, interleaved, median", fused_peers.few_rows),
+        FusedPart.NORMS_FP8: ("Norms in E4M3, interleaved, median", fused_inference.norms_fp8),
+        FusedPart.ROPE_APPEND: (f"Rotations into pages: {fused_inference.LABEL}", fused_inference.rope_append),
+        FusedPart.ROPE_IN_PLACE: (f"Rotations in place: {fused_inference.LABEL}", fused_inference.rope_in_place),
     }
     _measure("fused", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
 
@@ -212,13 +216,14 @@ def bench_conv(
     part: Annotated[list[ConvPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: cli.Output = None,
 ) -> None:
-    """Time conv2d and PyTorch's."""
+    """Time conv2d, PyTorch's and torch.compile's."""
     require_gpu()
     from benchmarks import convolutions, proposals
 
     measures: dict[ConvPart, tuple[str, Measure]] = {
         ConvPart.FORWARD: ("conv2d, bfloat16, channels last", convolutions.forward),
         ConvPart.ACTIVATIONS: ("SiLU within conv2d, and behind it", convolutions.activations),
+        ConvPart.PEERS: ("conv2d with bias and SiLU, PyTorch's and torch.compile's, interleaved", convolutions.peers),
         ConvPart.BACKWARD: ("Gradients of conv2d, bfloat16, channels last", convolutions.backward),
         ConvPart.PROPOSALS: ("All plans that cuDNN proposes for conv2d with bias and SiLU", proposals.convolutions),
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
+from benchmarks import fused
 from benchmarks.tools import cases, tuned
+from benchmarks.tools.candidates import NOTHING, Timed
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times
 from cudnn_sdpa.fused.conv import conv2d
@@ -70,6 +73,10 @@ CASES = (
     Case(batch=64, channels=3, size=224, filters=1024, extent=14, stride=14),
 )
 
+OURS, PYTORCH, COMPILED = "cudnn_sdpa", "pytorch", "compiled"
+PYTORCH_BENCHMARK, COMPILED_BENCHMARK = f"{PYTORCH}, benchmark", f"{COMPILED}, benchmark"
+PEERS = (PYTORCH, PYTORCH_BENCHMARK, COMPILED, COMPILED_BENCHMARK)
+
 #: Another of as many operations as one of those, where its activation is faster within the convolution.
 MORE = Case(batch=4, channels=640, size=48, filters=640, extent=3, padding=1)
 
@@ -89,6 +96,58 @@ def backward() -> list[Row]:
     return [_backward(case) for case in track(CASES, "convolutions", transient=True)]
 
 
+def peers() -> list[Row]:
+    """Convolution, bias and SiLU, and PyTorch's, eager and compiled, with cuDNN's first choice and the fastest."""
+    return [_beside_peers(case) for case in track((*CASES, MORE), "beside torch.compile", transient=True)]
+
+
+def pytorch_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, **sizes: int) -> Tensor:
+    """Convolution, bias and SiLU in PyTorch."""
+    return F.silu(F.conv2d(x, weight, bias, **sizes))
+
+
+@torch.no_grad()
+def _beside_peers(case: Case) -> Row:
+    tensors = case.inputs()
+    eager = partial(pytorch_conv_silu, **case.sizes)
+    compiled = fused.compiled(eager)
+    functions: dict[str, Callable[..., Tensor]] = {
+        OURS: partial(conv2d, **case.sizes, activation="silu"),
+        PYTORCH: eager,
+        PYTORCH_BENCHMARK: partial(_benchmarked, eager),
+        COMPILED: compiled,
+        COMPILED_BENCHMARK: partial(_benchmarked, compiled),
+    }
+    timed, expected = Timed(), [eager(*(x.double() for x in tensors))]
+
+    def add(name: str) -> None:
+        timed.add(name, lambda: (functions[name](*tensors),), tuple, expected)
+
+    for name in functions:
+        add(name)
+    times = timed.measure()
+    row: Row = {"convolution": case.label}
+    row |= {f"{name} µs": times.get(name, NOTHING) for name in functions}
+    row["best of peers / ours"] = _best_peer(times)
+    if OURS in timed.calls:
+        tuned.settle(timed.calls.pop(OURS))
+        add(OURS)
+        times = timed.measure()
+    row |= {"tuned µs": times.get(OURS, NOTHING), "best of peers / tuned": _best_peer(times)}
+    plan_cache.clear()
+    return {**row, "why not": timed.why_not}
+
+
+def _best_peer(times: dict[str, float]) -> float | str:
+    found = [times[name] for name in PEERS if name in times]
+    return min(found) / times[OURS] if found and OURS in times else NOTHING
+
+
+def _benchmarked(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    with pytorch_benchmark():
+        return function(*tensors)
+
+
 def _activation(case: Case) -> Row:
     x, weight, bias = case.inputs()
 
@@ -106,13 +165,18 @@ def _activation(case: Case) -> Row:
 
 @contextmanager
 def pytorch_benchmark() -> Iterator[None]:
-    """While active, PyTorch times cuDNN's algorithms for each new shape."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    """While active, PyTorch times cuDNN's algorithms for each new shape.
+
+    PyTorch keeps one plan for a shape, whether it was timed or not, and another if TF32 is off, which changes nothing
+    else in bfloat16: so calls outside have left no plan for those within.
+    """
+    flags = torch.backends.cudnn
+    before = flags.benchmark, flags.allow_tf32
+    flags.benchmark, flags.allow_tf32 = True, False
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        flags.benchmark, flags.allow_tf32 = before
 
 
 def _forward(case: Case) -> Row:

@@ -1,19 +1,25 @@
 """`benchmarks fp8`: attention in FP8 with ready scales, and `Fp8Attention`, compared with attention in bfloat16.
 
+`rotations` compares with float64, the other parts with bfloat16, before they time.
+
 Times except those of `host` are device times; the candidates of a row are interleaved, because the GPU's clock changes
 with its load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import fused, fused_peers
 from benchmarks.tools import cases, peers
+from benchmarks.tools.candidates import NOTHING, Timed
 from benchmarks.tools.cases import Shape
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
@@ -21,7 +27,9 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Gradients, Fp8Scales
 from cudnn_sdpa.attention.fp8.reference import quantized
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.fused.rotary.rope import rope
 from cudnn_sdpa.nn.fp8 import Fp8Attention
+from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
 
 SHAPES = (
     Shape(batch=4, heads_q=32, heads_kv=8, length=4096, dim=128, causal=True),
@@ -33,6 +41,7 @@ REPEATS = 40
 
 FP8, BF16, FLASH = "sdpa_fp8", "sdpa, bfloat16", "pytorch flash, bfloat16"
 LAYER = "Fp8Attention"
+ROTATING, SEPARATE = f"{LAYER}(rope=)", f"rope, {LAYER}"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 #: The largest relative error, in the norm, of results in FP8 against those in bfloat16.
@@ -215,6 +224,84 @@ def layer() -> list[Row]:
             calls: dict[str, Call] = {LAYER: partial(layer, *tensors.qkv), FP8: tensors.forward}
             rows.append(_overhead(shape, "forward", {**calls, BF16: tensors.forward_bf16}))
     return rows
+
+
+#: Queries that are compared with float64, about as many, of each head.
+COMPARED = 64
+
+
+def rotations() -> list[Row]:
+    """What `Fp8Attention` adds to `sdpa_fp8` without gradients: alone, with rotations in its kernel, and behind it."""
+    rows = []
+    for shape in track(SHAPES, "rotations", transient=True):
+        tensors = Tensors(shape)
+        tensors.check()
+        embedding = RotaryEmbedding(shape.dim).to(cases.DEVICE)
+        angles = embedding(torch.arange(shape.length, device=cases.DEVICE))
+        rows += [_rotated(shape, tensors, embedding, angles, normed=normed) for normed in (False, True)]
+    return rows
+
+
+def _rotated(shape: Shape, tensors: Tensors, embedding: RotaryEmbedding, angles: Rotations, *, normed: bool) -> Row:
+    q, k, v = tensors.qkv
+    rotating = Fp8Attention(is_causal=shape.causal, rope=embedding, qk_norm=fused.EPS if normed else None)
+    rotating.to(cases.DEVICE, q.dtype)
+    cos, sin = angles
+    norms, weights = [x for x in (rotating.q_norm, rotating.k_norm) if x is not None], []
+    for norm in norms:
+        assert norm.weight is not None
+        weights.append(norm.weight.detach().uniform_(0.7, 1.3))
+    named: dict[str, Any] = dict(zip(("q_weight", "k_weight"), weights, strict=False))
+    alone, behind = (Fp8Attention(is_causal=shape.causal).to(cases.DEVICE) for _ in range(2))
+
+    def separate() -> Tensor:
+        of_q, of_k = rope(q, k, cos, sin, eps=fused.EPS, **named)
+        out: Tensor = behind(of_q, of_k, v)
+        return out
+
+    with torch.no_grad():
+        both = torch.cat((q, k), 1).transpose(1, 2).double()
+        sizes = [shape.heads_q, shape.heads_kv]
+        of_q, of_k = fused_peers.pytorch_rope(both, *(x.double() for x in weights), cos=cos, sin=sin, sizes=sizes)
+        asked = torch.arange(0, shape.length, max(1, shape.length // COMPARED), device=cases.DEVICE)
+        exact = _exact(q.double(), k.double(), v.double(), asked, causal=shape.causal)
+        exact_rotated = _exact(of_q, of_k, v.double(), asked, causal=shape.causal)
+    layers: dict[str, tuple[Fp8Attention, Callable[[], Tensor], Tensor]] = {
+        LAYER: (alone, partial(alone, q, k, v), exact),
+        ROTATING: (rotating, partial(rotating, q, k, v, rotations=angles), exact_rotated),
+        SEPARATE: (behind, separate, exact_rotated),
+    }
+    timed = Timed()
+
+    def add(name: str, call: Callable[[], Tensor], expected: Tensor) -> None:
+        def compared(found: Sequence[Tensor]) -> Sequence[Tensor]:
+            (out,) = tensors.dequantized(found) if name == FP8 else found
+            return (out[:, :, asked],)
+
+        timed.add(name, lambda: (call(),), compared, [expected], LAYER_TOLERANCE)
+
+    add(FP8, tensors.forward, exact)
+    for name, (layer, call, expected) in layers.items():
+        for _ in range(layer.scaling.calibration + 1):
+            torch.autograd.grad(call(), tensors.qkv, tensors.grad_out)
+        layer.eval()
+        if not layer.scaling.knows_forward:
+            raise RuntimeError(f"{name} has no scales of earlier steps after {layer.scaling.calibration + 1} of them")
+        with torch.no_grad():
+            add(name, call, expected)
+    with torch.no_grad():
+        times = timed.measure()
+    row: Row = {"B, Hq, Hkv, S, D": shape.label, "rotation": "norms and rope" if normed else "rope"}
+    row |= {f"{name} µs": times.get(name, NOTHING) for name in (FP8, *layers)}
+    for name in layers:
+        row[f"{name}, over sdpa_fp8 µs"] = times[name] - times[FP8] if {name, FP8} <= times.keys() else NOTHING
+    return {**row, "why not": timed.why_not}
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, asked: Tensor, *, causal: bool) -> Tensor:
+    """The output of some queries."""
+    mask = asked.unsqueeze(1) >= torch.arange(k.shape[2], device=asked.device) if causal else None
+    return scaled_dot_product_attention(q[:, :, asked], k, v, attn_mask=mask, enable_gqa=True)
 
 
 def _overhead(shape: Shape, passes: str, calls: dict[str, Call]) -> Row:

@@ -178,6 +178,7 @@ def _row(name: str, like: Tensor, calls: dict[str, Callable[[], Any]], expected:
     for candidate, call in calls.items():
         timed.add(candidate, partial(_results, call), tuple, expected)
     timed.add(COPY, lambda: (copied.copy_(like.detach()),), tuple, [like.detach().double()])
+    timed.reasons |= {peer: "not measured on this call" for peer in PEERS if peer not in calls}
     times = timed.measure(cold=True)
     row: Row = {"call": f"{name}, {' × '.join(f'{size:,}' for size in like.shape)}"}
     row |= {f"{candidate} µs": times.get(candidate, NOTHING) for candidate in CANDIDATES}

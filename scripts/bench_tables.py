@@ -30,7 +30,12 @@ MARKS = re.compile(
     r"(<!-- bench:(?:(?P<file>[\w-]+)/)?(?P<part>\w+)(?P<columns>(?: \| [^|\n]+?)*) -->\n).*?<!-- /bench -->", re.DOTALL
 )
 WHY_NOT = "why not"
-FLASH_ATTENTION = {"tokenspeed-fa3": "FlashAttention-3", "flash-attn-4": "FlashAttention-4"}
+PEERS = {
+    "tokenspeed-fa3": "FlashAttention-3",
+    "flash-attn-4": "FlashAttention-4",
+    "quack-kernels": "quack",
+    "liger-kernel": "Liger",
+}
 
 
 def measured(file: str) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def note(reasons: str, notes: dict[str, int]) -> str:
 
 def machine(versions: dict[str, str]) -> str:
     """What a benchmark was measured with."""
-    packages = [f"{FLASH_ATTENTION[name]} ({name} {versions[name]})" for name in FLASH_ATTENTION if name in versions]
+    packages = [f"{PEERS[name]} ({name} {versions[name]})" for name in PEERS if name in versions]
     parts = [
         versions["gpu"],
         *filter(None, [versions.get("cpu")]),

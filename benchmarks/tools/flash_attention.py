@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 #: Distributions that give `flash_attn_interface` (FlashAttention-3) or `flash_attn.cute` (FlashAttention-4).
@@ -12,12 +11,6 @@ DISTRIBUTIONS = ("tokenspeed-fa3", "fa3-fwd", "flash-attn-3", "flash-attn-4")
 
 V3, V4 = "FlashAttention-3", "FlashAttention-4"
 MODULES = {V3: "flash_attn_interface", V4: "flash_attn.cute"}
-
-
-def versions() -> dict[str, str]:
-    """The installed distributions and their versions."""
-    installed = {each.name: each.version for each in metadata.distributions()}
-    return {name: installed[name] for name in DISTRIBUTIONS if name in installed}
 
 
 def module(name: str) -> Any:

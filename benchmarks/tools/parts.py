@@ -69,6 +69,9 @@ class FusedPart(str, Enum):
     GATES = "gates"
     ROTATIONS = "rotations"
     FEW_ROWS = "few_rows"
+    NORMS_FP8 = "norms_fp8"
+    ROPE_APPEND = "rope_append"
+    ROPE_IN_PLACE = "rope_in_place"
 
 
 class ConvPart(str, Enum):
@@ -76,6 +79,7 @@ class ConvPart(str, Enum):
 
     FORWARD = "forward"
     ACTIVATIONS = "activations"
+    PEERS = "peers"
     BACKWARD = "backward"
     PROPOSALS = "proposals"
 
@@ -95,6 +99,7 @@ class Fp8Part(str, Enum):
     TRAINING = "training"
     HOST = "host"
     LAYER = "layer"
+    ROTATIONS = "rotations"
 
 
 class AttentionPart(str, Enum):

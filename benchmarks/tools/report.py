@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import platform
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from benchmarks.tools import flash_attention
 from benchmarks.tools.output import Row
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph import backend
+
+#: Distributions that are measured beside this library.
+PEERS = (*flash_attention.DISTRIBUTIONS, "quack-kernels", "liger-kernel")
 
 #: A table with more columns does not fit on a page.
 MAX_COLUMNS = 12
@@ -34,8 +38,14 @@ def environment() -> dict[str, str]:
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
-        **flash_attention.versions(),
+        **peer_versions(),
     }
+
+
+def peer_versions() -> dict[str, str]:
+    """The versions of the installed peers."""
+    installed = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    return {name: installed[name] for name in PEERS if name in installed}
 
 
 def cpu_name() -> str:

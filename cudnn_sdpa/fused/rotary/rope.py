@@ -11,8 +11,9 @@ from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Value
-from cudnn_sdpa.fused.norm_graphs import checked_eps
+from cudnn_sdpa.fused.norm_graphs import MAX_EPS, checked_eps
 from cudnn_sdpa.fused.rotary.rope_graphs import rope_fp8_rows, rope_rows
+from cudnn_sdpa.graph.scalars import is_compiling
 
 
 @overload
@@ -72,7 +73,7 @@ def rope(
         sin: The sines, likewise.
         q_weight: (D,), in q's dtype or float32; None: the queries are not normalized.
         k_weight: (D,), likewise, in the dtype of `q_weight`; None: the keys are not normalized.
-        eps: Added to the mean of the squares; data, not part of the plan.
+        eps: Added to the mean of the squares; data, not part of the plan. It is checked without a weight, too.
         zero_centered: Whether the weights are stored minus 1, as in Gemma.
         interleaved: Whether a pair is two neighboring features, as in the paper and in Meta's weights of LLaMA;
             otherwise it is feature i of each half of the rotated ones, as in GPT-NeoX and Hugging Face's models.
@@ -224,7 +225,8 @@ def operands_of(
     """The operands of the graph function."""
     if zero_centered is not False:
         zero_centered = checked_flag("zero_centered", zero_centered)
+    if is_compiling() or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # checked in each call: eps is data
+        eps = checked_eps(eps)
     if q_weight is None and k_weight is None:
         return (q, cos, sin) if k is None else (q, cos, sin, k)
-    eps = checked_eps(eps)  # in each call, too: eps is data
     return (q, cos, sin, k, q_weight, k_weight, eps, 1.0 if zero_centered else None)

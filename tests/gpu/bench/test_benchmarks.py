@@ -11,7 +11,7 @@ import torch
 from compiled_functions import given_functions
 from typer.testing import CliRunner
 
-from benchmarks import convolutions, decode, fp8, fused, fused_peers, host, proposals
+from benchmarks import convolutions, decode, fp8, fused, fused_inference, fused_peers, host, proposals
 from benchmarks.cli import app
 from benchmarks.decode import FP8, VARLEN, Step
 from benchmarks.tools import candidates, cases, timing, training
@@ -37,7 +37,7 @@ from cudnn_sdpa.attention.flash4.installed import installed
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Two calls per measurement, and small shapes."""
-    for module in (host, training, decode, fp8, fused):
+    for module in (host, training, decode, fp8, fused, fused_inference):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
     for module in (host, decode, candidates, fused, convolutions, proposals):
         short = lambda calls, **how: timing.device_times(calls, **{**how, "repeats": 2})  # noqa: E731
@@ -58,6 +58,8 @@ def short(monkeypatch):
     monkeypatch.setattr(fused_peers, "GATES", fused.GATES)
     monkeypatch.setattr(fused_peers, "ROTATIONS", ((2, 64, 4, 2, 64),))
     monkeypatch.setattr(fused_peers, "FEW_ROWS", ((1, 256),))
+    monkeypatch.setattr(fused_inference, "NORMS", fused.NORMS)
+    monkeypatch.setattr(fused_inference, "SIZES", fused_inference.Sizes(tokens=(1, 64), heads=(4, 2), pages=8))
     monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
     monkeypatch.setattr(proposals, "GATES", fused.GATES)
     monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
@@ -99,6 +101,19 @@ def test_steps_on_pages_agree_with_float64():
     *rows, fp8 = decode.steps()
     for row in rows if torch.cuda.get_device_capability() < (8, 9) else [*rows, fp8]:
         assert isinstance(row[f"{VARLEN} µs"], float), row
+
+
+@pytest.mark.parametrize("name", ["norms_fp8", "rope_append", "rope_in_place"])
+def test_calls_of_inference_agree_with_float64_as_does_what_they_are_compared_with(name):
+    if name != "rope_in_place" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8")
+    for row in getattr(fused_inference, name)():
+        assert row["why not"] == "–", row
+
+
+def test_convolutions_agree_with_float64_as_do_those_of_pytorch():
+    for row in convolutions.peers():
+        assert row["why not"] == "–", row
 
 
 def test_a_server_builds_few_plans():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +75,15 @@ def test_the_command_writes_what_it_measured_although_a_later_part_fails(option,
     }
 
 
+def test_results_name_the_versions_of_peers(monkeypatch):
+    installed = [
+        SimpleNamespace(name=name, version=version) for name, version in (("liger_kernel", "0.8"), ("tqdm", "4"))
+    ]
+    monkeypatch.setattr(metadata, "distributions", lambda: installed)
+    assert report.environment()["liger-kernel"] == "0.8"
+    assert report.peer_versions() == {"liger-kernel": "0.8"}
+
+
 def test_benchmarks_store_no_plans(monkeypatch, tmp_path):
     stores = []
 
@@ -116,7 +127,7 @@ def test_a_table_shows_the_columns_that_its_mark_names(tables, tmp_path, monkeyp
     folder = tmp_path / "docs" / "benchmarks"
     folder.mkdir(parents=True)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    versions = {**ENVIRONMENT, "tokenspeed-fa3": "3.0", "flash-attn-4": "4.0"}
+    versions = {**ENVIRONMENT, "tokenspeed-fa3": "3.0", "flash-attn-4": "4.0", "quack-kernels": "0.6"}
     rows = [{"call, of": "a", "ours µs": 1.0, "theirs / ours": 0.5}, {"call, of": "b", "ours µs": 2.0}]
     (folder / "peers-h100.json").write_text(json.dumps({"environment": versions, "forward": rows}))
     page = (
@@ -125,7 +136,7 @@ def test_a_table_shows_the_columns_that_its_mark_names(tables, tmp_path, monkeyp
     )
     measured = tables.render(page)
     assert "-->\n| call, of | theirs / ours |\n|---|--:|\n| a | 0.5 |\n| b | – |\n" in measured
-    packages = "FlashAttention-3 (tokenspeed-fa3 3.0), FlashAttention-4 (flash-attn-4 4.0)"
+    packages = "FlashAttention-3 (tokenspeed-fa3 3.0), FlashAttention-4 (flash-attn-4 4.0), quack (quack-kernels 0.6)"
     machine = f"{packages}, 2026-01-01</small>\n<!-- /bench -->"
     assert measured.count(machine) == 2
     assert tables.render(measured) == measured
@@ -189,6 +200,8 @@ def test_the_pages_name_existing_parts(tables):
     )  # a third
     parts["conv-activations"] = {ConvPart.ACTIVATIONS.value}  # on another day than the other parts of conv
     parts["conv"] -= parts["conv-activations"]
+    parts["conv"] -= {ConvPart.PEERS.value}  # not measured yet, as those of fused for inference
+    parts["fp8"] -= {Fp8Part.ROTATIONS.value}  # not measured yet
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
     parts["replacements-shapes"] = {ReplacementsPart.SHAPES.value}  # as these

@@ -202,9 +202,11 @@ def test_eps_of_a_known_call_is_checked():
     with gpu_on_the_cpu():
         for eps in (1e-3, 1, 0.5):
             assert difference(rope(**given, eps=eps)[0], right(**given, eps=eps)[0]) < BOUNDS[torch.bfloat16]
-        for eps in (-1.0, torch.nan, torch.inf, 1e300):
+        del given["q_weight"]
+        rope(**given)
+        for weight, eps in itertools.product(({}, {"q_weight": torch.rand(16)}), (-1.0, torch.nan, torch.inf, 1e300)):
             with pytest.raises(OptionError, match="eps"):
-                rope(**given, eps=eps)
+                rope(**given, **weight, eps=eps)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (2, 4)])
@@ -237,6 +239,8 @@ WRONG = {
     "weights of two dtypes": ({"q_weight": torch.ones(16), "k_weight": torch.ones(16).half()}, DtypeError, "k_weight"),
     "a weight without keys": ({"k": None, "k_weight": torch.ones(16)}, OptionError, "k_weight"),
     "eps": ({"q_weight": torch.ones(16), "eps": -1.0}, OptionError, "eps"),
+    "eps without a weight": ({"eps": -1.0}, OptionError, "eps"),
+    "an eps that is no number, without a weight": ({"eps": "1e-6"}, OptionError, "eps"),
     "interleaved": ({"interleaved": 2}, OptionError, "interleaved"),
     "zero_centered": ({"zero_centered": "no"}, OptionError, "zero_centered"),
 }

@@ -162,6 +162,8 @@ WRONG = {
     "too many angles": ({"cos": torch.zeros(5, 9), "sin": torch.zeros(5, 9)}, ShapeError, "cos"),
     "a weight of another length": ({"q_weight": torch.ones(8)}, ShapeError, "q_weight"),
     "eps": ({"q_weight": torch.ones(16), "eps": -1.0}, OptionError, "eps"),
+    "eps without a weight": ({"eps": -1.0}, OptionError, "eps"),
+    "an eps that is no number, without a weight": ({"eps": "1e-6"}, OptionError, "eps"),
     "interleaved": ({"interleaved": 2}, OptionError, "interleaved"),
     "zero_centered": ({"zero_centered": "no"}, OptionError, "zero_centered"),
     "a gradient": ({"q": torch.zeros(2, 3, 5, 16, requires_grad=True)}, UnsupportedError, "requires grad"),

@@ -189,6 +189,8 @@ WRONG = {
     "no angles": ({"sin": None}, OptionError, "sin"),
     "no queries": ({"q": None}, OptionError, "q"),
     "interleaved": ({"interleaved": 2}, OptionError, "interleaved"),
+    "eps without a weight": ({"eps": -1.0}, OptionError, "eps"),
+    "an eps that is no number, without a weight": ({"eps": "1e-6"}, OptionError, "eps"),
     "a weight without keys": ({"k": None, "k_weight": torch.ones(16)}, OptionError, "k_weight"),
 }
 

@@ -248,6 +248,8 @@ WRONG = {
     "no slots": ({"slot_mapping": None}, OptionError, "slot_mapping"),
     "page_layout": ({"page_layout": "NDH"}, OptionError, "page_layout"),
     "interleaved": ({"interleaved": 2}, OptionError, "interleaved"),
+    "eps without a weight": ({"eps": -1.0}, OptionError, "eps"),
+    "an eps that is no number, without a weight": ({"eps": "1e-6"}, OptionError, "eps"),
     "a gradient": ({"q": torch.zeros(5, 3, 16, dtype=torch.half, requires_grad=True)}, UnsupportedError, "grad"),
     "a gradient of a weight": ({"k_weight": torch.ones(16, requires_grad=True)}, UnsupportedError, "grad"),
 }
