@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import soak
 import torch
 from fake_gpu import TARGET
 from real_plans import Device, _Handle, real_plans
@@ -110,6 +111,8 @@ class Engine:
 
     def execute(self, address, count, workspace, handle, index):
         assert (count, index) == (4, -1)
+        for _ in range(20 * ("garbage" in self.faults)):
+            Garbage()
         library().make_context_current()
         self.host_scalar = ctypes.c_uint64.from_address(address + 16).value
         a, b, scale, out = (ctypes.c_uint64 * 4).from_address(address)
@@ -157,9 +160,6 @@ class Engine:
             self.start.launch(stream, word(workspace), attributes={OVERLAPS: 1})
         elif not (is_captured and "no memset in captures" in faults):
             assert not library().cuMemsetD32Async(cleared, 0, 2, stream)
-        if "garbage" in faults and is_captured:
-            for _ in range(20):
-                Garbage()
         if "host work" in faults and is_captured:
             library().enqueue_host_work(stream)
         if "endless" in faults and is_captured:
@@ -192,8 +192,8 @@ class Engine:
 class Call:
     """A plan on this engine, and launches of it."""
 
-    def __init__(self, module, device: Device, *faults: str) -> None:
-        self.engine, self.device = Engine(*faults), device
+    def __init__(self, module, device: Device, *faults: str, engine: Engine | None = None) -> None:
+        self.engine, self.device = engine or Engine(*faults), device
         self.plan = Plan(KEY, self.engine, {})
         self.plan.held = True
         self.recorder = Recorder(module, "combine")
@@ -531,7 +531,7 @@ def test_no_garbage_is_collected_while_a_stream_is_captured(module, device, monk
     finally:
         gc.set_threshold(*before)
     gc.collect()
-    assert len(Garbage.freed) == 20 * captures.LAUNCHES
+    assert len(Garbage.freed) == 20 * call.engine.calls
     assert not any(Garbage.freed)
     assert gc.isenabled()
 
@@ -629,6 +629,23 @@ def test_a_recording_keeps_no_plan(module, device, monkeypatch):
     del call
     gc.collect()
     assert engine() is None
+
+
+@pytest.mark.slow
+def test_memory_is_flat_while_plans_are_recorded_and_freed(module, device):
+    """Python's objects, the native module's, and the driver's graphs."""
+    engine, made = Engine(), []
+
+    def step() -> None:
+        call = Call(module, device, engine=engine)
+        assert call.settle().startswith("as recorded")
+        call.recorded(call.operands())
+        made.append([weakref.ref(x) for x in (call.plan.recorder, call.recorder.native)])
+        launched()
+
+    assert not soak.growth(step, 600, "cpu")["grows"]
+    assert not [reference for each in made for reference in each if reference() is not None]
+    assert library().open_graphs() == 0
 
 
 @pytest.mark.parametrize("held", [True, False])
