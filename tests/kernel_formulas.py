@@ -6,6 +6,7 @@ GPU and on a real one.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -184,9 +185,8 @@ def _values(dtype: torch.dtype, shape: list[int], rng: random.Random, device: st
 
 
 def assert_both(masks: MaskCase, lengths: LengthsCase, *, decode: bool) -> None:
-    """One launch makes the bias of a case, and the lengths of another."""
+    """One launch makes the bias of a case, and what plans read of another's lengths."""
     of_mask, of_lengths = BiasKernel(masks.mask, masks.q, masks.skv, masks.masked_rows), lengths.kernel(decode=decode)
-    assert isinstance(of_lengths, LengthsKernel)
     extras = of_mask.extras_with(of_lengths, list(lengths.addresses))
     (both,) = extras.kernels
     made = both(attn_mask=masks.mask.data_ptr(), **lengths.addresses)
@@ -196,7 +196,7 @@ def assert_both(masks: MaskCase, lengths: LengthsCase, *, decode: bool) -> None:
 
     def at(name: str, layout: TensorLayout) -> Tensor:
         address: Address = extras.addresses[name]
-        size = 4 * layout.shape[0] if name != "bias" else 0
+        size = 0 if name == "bias" else 4 * math.prod(layout.shape)
         assert address.of == both.name
         assert address.offset % ALIGNMENT == 0
         assert address.offset + size <= made.numel() * made.itemsize

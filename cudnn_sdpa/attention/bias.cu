@@ -94,14 +94,25 @@ extern "C" __global__ void make_bias(const Mask mask) {
   convert_any(mask);
 }
 
+/* What would be two launches: one saves the host and the GPU the other. */
 struct MaskAndLengths {
   Mask mask;
   Lengths lengths;
 };
 
-/* What would be two launches: one saves the host and the GPU the other. */
 extern "C" __global__ void make_bias_and_lengths(const MaskAndLengths a) {
   wait_for_previous();
   correct(a.lengths);
+  convert_any(a.mask);
+}
+
+struct MaskAndLimits {
+  Mask mask;
+  Limits limits;
+};
+
+extern "C" __global__ void make_bias_and_limits(const MaskAndLimits a) {
+  wait_for_previous();
+  limit(a.limits);
   convert_any(a.mask);
 }

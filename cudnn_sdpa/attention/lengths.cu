@@ -12,11 +12,5 @@ extern "C" __global__ void correct_lengths(const Lengths a) {
 
 extern "C" __global__ void limit_rows(const Limits a) {
   wait_for_previous();
-  number first = (number)blockIdx.x * blockDim.x + threadIdx.x, step = (number)gridDim.x * blockDim.x;
-  for (number i = first; i < a.given.batch * a.rows; i += step) {
-    number row = i % a.rows, q = queries(a.given, i / a.rows), kv = keys(a.given, i / a.rows);
-    number diagonal = a.bottom_right ? row + kv - q : row;
-    a.lowest[i] = (int)(diagonal > a.left ? diagonal - a.left : 0);
-    a.highest[i] = (int)(row >= q ? -1 : diagonal + a.right < kv - 1 ? diagonal + a.right : kv - 1);
-  }
+  limit(a);
 }

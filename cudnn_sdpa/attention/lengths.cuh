@@ -1,4 +1,4 @@
-/* Actual sequence lengths as kernels are given them, and their correction for cuDNN. All fields have 64 bits. */
+/* Actual sequence lengths as cuDNN reads them, and the keys that each query sees. All fields have 64 bits. */
 #ifndef CUDNN_SDPA_LENGTHS
 #define CUDNN_SDPA_LENGTHS
 
@@ -56,5 +56,15 @@ struct Limits {
   int* lowest;         /* (batch, rows): the first key that each query sees */
   int* highest;        /* the last one; -1 where there is no query */
 };
+
+__device__ void limit(const Limits& a) {
+  number first = (number)blockIdx.x * blockDim.x + threadIdx.x, step = (number)gridDim.x * blockDim.x;
+  for (number i = first; i < a.given.batch * a.rows; i += step) {
+    number row = i % a.rows, q = queries(a.given, i / a.rows), kv = keys(a.given, i / a.rows);
+    number diagonal = a.bottom_right ? row + kv - q : row;
+    a.lowest[i] = (int)(diagonal > a.left ? diagonal - a.left : 0);
+    a.highest[i] = (int)(row >= q ? -1 : diagonal + a.right < kv - 1 ? diagonal + a.right : kv - 1);
+  }
+}
 
 #endif

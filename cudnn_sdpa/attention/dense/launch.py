@@ -104,10 +104,8 @@ def bind_plan(
     if call.attn_mask is None:
         return bound_plan(extras=with_lengths)
     bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
-    if isinstance(made, LengthsKernel):
-        bound = bound_plan(extras=more + bias.extras_with(made, given))
-    else:
-        bound = bound_plan(extras=with_lengths + bias.extras(reads_mask=False))
+    converted = bias.extras(reads_mask=False) if made is None else bias.extras_with(made, given)
+    bound = bound_plan(extras=more + converted)
     if bias.reads_mask_at is not None:
         bound = bound_plan(extras=with_lengths + bias.extras(reads_mask=True), unaligned_plan=bound)
     return bound

@@ -50,11 +50,11 @@ def test_the_bias_is_that_of_the_formulas():
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("decode", [False, True])
-def test_one_launch_makes_the_bias_and_corrected_lengths(decode):
-    for seed in range(200):
-        masks, lengths = MaskCase.drawn(seed, device="cuda"), LengthsCase.drawn(seed, softcap=False, device="cuda")
-        assert_both(masks, lengths, decode=decode)
+@pytest.mark.parametrize("kind", ["prefill", "decode", "softcap"])
+def test_one_launch_makes_the_bias_and_what_plans_read_of_lengths(kind):
+    for seed in range(100):
+        lengths = LengthsCase.drawn(seed, softcap=kind == "softcap", device="cuda")
+        assert_both(MaskCase.drawn(seed, device="cuda"), lengths, decode=kind == "decode")
 
 
 @pytest.mark.skipif(

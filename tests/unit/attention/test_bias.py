@@ -65,17 +65,17 @@ def test_the_bias_is_that_of_the_formulas():
 FLOAT_KINDS = [(False, False), (False, True), (True, False), (True, True)]
 
 
-@pytest.mark.parametrize("decode", [False, True])
-def test_one_launch_makes_the_bias_and_corrected_lengths(decode):
+@pytest.mark.parametrize("kind", ["prefill", "decode", "softcap"])
+def test_one_launch_makes_the_bias_and_what_plans_read_of_lengths(kind):
     for seed in range(500):
-        assert_both(MaskCase.drawn(seed), LengthsCase.drawn(seed, softcap=False), decode=decode)
+        assert_both(MaskCase.drawn(seed), LengthsCase.drawn(seed, softcap=kind == "softcap"), decode=kind == "decode")
 
 
 #: Calls with a mask and lengths, and the kernels that are launched for a call and its gradients.
 BOTH = {
     "boolean": (torch.bool, {}, ["make_bias_and_lengths"] * 2),
     "float": (torch.float16, {}, ["correct_lengths"] * 2),
-    "soft cap": (torch.bool, {"softcap": 3.0}, ["limit_rows", "make_bias"] * 2),
+    "soft cap": (torch.bool, {"softcap": 3.0}, ["make_bias_and_limits"] * 2),
 }
 
 
