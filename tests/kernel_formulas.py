@@ -6,17 +6,20 @@ GPU and on a real one.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.bias import bias_layout
+from cudnn_sdpa.attention.bias import BiasKernel, bias_layout
 from cudnn_sdpa.attention.dense.specs import DenseSpec
 from cudnn_sdpa.attention.lengths import LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.mask import Band, Mask
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.engine.launch import Address
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.plans.autotune import tensor_at
 
 HALF = torch.float16
 
@@ -179,3 +182,27 @@ def _values(dtype: torch.dtype, shape: list[int], rng: random.Random, device: st
         moved = torch.empty(stored.numel() + 1, dtype=dtype, device=device)[1:].view(stored.shape)
         stored = moved.copy_(stored)
     return stored.as_strided(empty.shape, empty.stride(), stored.storage_offset() + empty.storage_offset())
+
+
+def assert_both(masks: MaskCase, lengths: LengthsCase, *, decode: bool) -> None:
+    """One launch makes the bias of a case, and what plans read of another's lengths."""
+    of_mask, of_lengths = BiasKernel(masks.mask, masks.q, masks.skv, masks.masked_rows), lengths.kernel(decode=decode)
+    extras = of_mask.extras_with(of_lengths, list(lengths.addresses))
+    (both,) = extras.kernels
+    made = both(attn_mask=masks.mask.data_ptr(), **lengths.addresses)
+    assert set(extras.operands) == {"attn_mask", *lengths.addresses}
+    expected = lengths.expected(decode=decode)
+    assert set(extras.addresses) == {"bias", *expected}
+
+    def at(name: str, layout: TensorLayout) -> Tensor:
+        address: Address = extras.addresses[name]
+        size = 0 if name == "bias" else 4 * math.prod(layout.shape)
+        assert address.of == both.name
+        assert address.offset % ALIGNMENT == 0
+        assert address.offset + size <= made.numel() * made.itemsize
+        return tensor_at(made.data_ptr() + address.offset, layout, made.device)
+
+    found = at("bias", bias_layout(masks.mask, masks.q, masks.skv, masks.masked_rows))
+    assert torch.equal(found, bias(masks.mask, masks.q, masks.skv, masks.masked_rows))
+    for name, right in expected.items():
+        assert torch.equal(at(name, TensorLayout.contiguous(tuple(right.shape), right.dtype)), right), name

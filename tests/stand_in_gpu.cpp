@@ -2,7 +2,8 @@
 //
 // Streams run at once, in the thread that launches. A captured stream makes a graph with kernels, memsets and edges, as
 // CUDA does: a kernel that may overlap with the one ahead of it gets a programmatic edge, and its node loses that
-// attribute. Kernels are C functions that get an array of pointers to their arguments.
+// attribute. Kernels are C functions that get an array of pointers to their arguments. One that lets the next kernel begin
+// early runs behind that, if it may overlap.
 #include "driver.h"
 
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 using namespace cudnn_sdpa::driver;
@@ -24,7 +26,7 @@ struct Function {
   std::string name;
   void (*run)(void**);
   std::vector<size_t> sizes;
-  bool is_loaded = true, tells_sizes = true;
+  bool is_loaded = true, tells_sizes = true, lets_next_begin = false;
 };
 
 struct GraphNode {
@@ -47,10 +49,24 @@ struct Graph {
   std::vector<Link> links;
 };
 
+using Bytes = std::vector<std::vector<unsigned char>>;
+
+void run(const Function& function, Bytes& bytes) {
+  std::vector<void*> pointers;
+  for (auto& one : bytes) pointers.push_back(one.data());
+  function.run(pointers.data());
+}
+
 struct Stream {
   std::unique_ptr<Graph> captured;
   GraphNode* last = nullptr;
   bool forks = false;  // the next node follows none
+  Function* under_way = nullptr;  // a kernel that has let the next one begin, and has done nothing else yet
+  Bytes of_under_way;
+
+  void finish() {
+    if (under_way != nullptr) run(*std::exchange(under_way, nullptr), of_under_way);
+  }
 };
 
 std::map<uintptr_t, Stream> numbered;  // a stream's handle is any number
@@ -100,6 +116,7 @@ Result set_memory(uint64_t address, unsigned value, unsigned size, size_t width,
     stream.last->set = {address, 0, value, size, width, 1};
     return 0;
   }
+  stream.finish();
   const uint64_t numbers[] = {value, size, width};
   note("memset " + hex(&address, sizeof address) + " " + hex(numbers, sizeof numbers));
   for (size_t i = 0; i < width; ++i) std::memcpy(reinterpret_cast<char*>(address) + i * size, &value, size);
@@ -194,7 +211,7 @@ Result cuLaunchKernelEx(const LaunchConfig* config, void* of, void** arguments, 
   if (fails_with) return fails_with;
   if (current_context == nullptr) return 201;
   if (!function->is_loaded) return kInvalidHandle;
-  std::vector<std::vector<unsigned char>> bytes;
+  Bytes bytes;
   for (size_t argument = 0, offset = 0; argument < function->sizes.size(); ++argument) {
     const size_t size = function->sizes[argument];
     const void* at = extra ? static_cast<char*>(extra[1]) + offset : arguments[argument];
@@ -225,10 +242,15 @@ Result cuLaunchKernelEx(const LaunchConfig* config, void* of, void** arguments, 
   }
   std::string line = "kernel " + function->name + " " + hex(config, offsetof(LaunchConfig, stream) - 4);
   for (const auto& [id, attribute] : attributes) line += " @" + std::to_string(id) + "=" + hex(attribute.value, 64);
-  std::vector<void*> pointers;
-  for (auto& one : bytes) pointers.push_back(one.data()), line += " " + hex(one.data(), one.size());
+  for (const auto& one : bytes) line += " " + hex(one.data(), one.size());
   note(line);
-  function->run(pointers.data());
+  if (!attributes.count(kProgrammaticStreamSerialization)) stream.finish();
+  if (function->lets_next_begin) {
+    stream.under_way = function, stream.of_under_way = std::move(bytes);
+    return 0;
+  }
+  run(*function, bytes);
+  stream.finish();
   return 0;
 }
 
@@ -254,6 +276,7 @@ void own_memory(uint64_t begin, uint64_t size) { device_memory[begin] = begin + 
 void fail_with(Result error) { fails_with = error; }
 void unload(void* function) { static_cast<Function*>(function)->is_loaded = false; }
 void hide_sizes(void* function) { static_cast<Function*>(function)->tells_sizes = false; }
+void let_next_begin(void* function) { static_cast<Function*>(function)->lets_next_begin = true; }
 size_t open_graphs() { return graphs.size(); }
 const char* take_launched() {
   static std::string taken;

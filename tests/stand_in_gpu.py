@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
     found.new_function.restype = ctypes.c_void_p
     found.cuMemsetD32Async.argtypes = [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
     found.own_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-    found.hide_sizes.argtypes = [ctypes.c_void_p]
+    found.hide_sizes.argtypes = found.let_next_begin.argtypes = [ctypes.c_void_p]
     found.unload.argtypes = found.fork_stream.argtypes = found.is_captured.argtypes = [ctypes.c_void_p]
     found.is_captured.restype = ctypes.c_bool
     found.enqueue_host_work.argtypes = [ctypes.c_void_p]

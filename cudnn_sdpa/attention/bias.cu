@@ -3,8 +3,7 @@
  * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
 #include "launch.cuh"
-
-typedef long long number;
+#include "lengths.cuh"
 
 struct Mask {
   const char* base;
@@ -82,11 +81,38 @@ __device__ void convert(const Mask& mask) {
   }
 }
 
-extern "C" __global__ void make_bias(const Mask mask) {
-  wait_for_previous();
+__device__ void convert_any(const Mask& mask) {
   if (mask.size == 4) {
     convert<unsigned>(mask);
   } else {
     convert<unsigned short>(mask);
   }
+}
+
+extern "C" __global__ void make_bias(const Mask mask) {
+  wait_for_previous();
+  convert_any(mask);
+}
+
+/* What would be two launches: one saves the host and the GPU the other. */
+struct MaskAndLengths {
+  Mask mask;
+  Lengths lengths;
+};
+
+extern "C" __global__ void make_bias_and_lengths(const MaskAndLengths a) {
+  wait_for_previous();
+  correct(a.lengths);
+  convert_any(a.mask);
+}
+
+struct MaskAndLimits {
+  Mask mask;
+  Limits limits;
+};
+
+extern "C" __global__ void make_bias_and_limits(const MaskAndLimits a) {
+  wait_for_previous();
+  limit(a.limits);
+  convert_any(a.mask);
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardT
+from cudnn_sdpa.attention.lengths import LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
 from cudnn_sdpa.engine.tensor_checks import is_causal_bias, like_in_memory
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
 
 _SOURCE = Path(__file__).with_name("bias.cu")
 kernel, _argument = Kernel(_SOURCE, "make_bias"), Struct(_SOURCE, "Mask")
+kernels_with = {
+    LengthsKernel: Kernel(_SOURCE, "make_bias_and_lengths"),
+    RowLimitsKernel: Kernel(_SOURCE, "make_bias_and_limits"),
+}
 
 _THREADS = 256
 _WORD = 16  #: bytes that a thread writes at a time
@@ -100,6 +108,26 @@ class BiasKernel(OwnKernel):
         if reads_mask and at is not None:
             return LaunchExtras(operands=mask, unaligned_ok=mask, aligned=(at,), addresses={"bias": at})
         return LaunchExtras(operands=mask, unaligned_ok=mask, kernels=(self,), addresses={"bias": Address(self.name)})
+
+    def extras_with(self, made: LengthsKernel | RowLimitsKernel, lengths: Sequence[str]) -> LaunchExtras:
+        """Launch extras of a plan that reads this kernel's copy, and what `made` makes of `lengths`: by one launch.
+
+        The latter lies behind the copy.
+        """
+        both, more = copy.copy(self), made.extras(lengths) + self.extras(reads_mask=False)
+        (elements,), _, dtype = self.buffer_layout
+        (integers,), _, _ = made.buffer_layout
+        begin = -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+        def moved(x: Address) -> Address:
+            return Address(self.name, begin + x.offset) if x.of == made.name else x
+
+        behind = {len(self.fields) + place: moved(x) for place, x in made.addresses.items()}
+        both.kernel = kernels_with[type(made)].on(self._device)
+        both.buffer_layout = (((begin + 4 * integers) // dtype.itemsize,), (1,), dtype)
+        both.blocks = max(self.blocks, made.blocks)
+        both.fields, both.addresses = self.fields + made.fields, {**self.addresses, **behind}
+        return replace(more, kernels=(both,), addresses={name: moved(x) for name, x in more.addresses.items()})
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

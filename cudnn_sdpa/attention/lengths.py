@@ -18,7 +18,8 @@ from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 _SOURCE = Path(__file__).with_name("lengths.cu")
 correct_kernel = Kernel(_SOURCE, "correct_lengths")
 limit_kernel = Kernel(_SOURCE, "limit_rows")
-_lengths, _limits = Struct(_SOURCE, "Lengths"), Struct(_SOURCE, "Limits")
+_HEADER = _SOURCE.with_suffix(".cuh")
+_lengths, _limits = Struct(_HEADER, "Lengths"), Struct(_HEADER, "Limits")
 
 LENGTHS = ("seq_lens_q", "seq_lens_kv")  #: of a call; kernels take them first
 LENGTHS_OF_CALL = tuple(map(Address, LENGTHS))

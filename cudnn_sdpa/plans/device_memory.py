@@ -12,6 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.private_memory import private_memory, relaxed_capture
+from cudnn_sdpa.settings import renewed_in_children
 
 #: Bytes of a chunk.
 CHUNK = 512 * 1024
@@ -20,6 +21,12 @@ _ALIGNMENT = 256
 
 
 class _Arena:
+    """Chunks of one device.
+
+    No lock is held while one is allocated: a finalizer or a signal's handler may need memory meanwhile, on this thread
+    or on the one that allocates.
+    """
+
     def __init__(self, device: int) -> None:
         self._device = device
         self._chunk: Tensor | None = None
@@ -27,15 +34,19 @@ class _Arena:
 
     def take(self, size: int) -> Tensor:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        if self._chunk is None or self._used + size > self._chunk.numel():
-            self._chunk, self._used = private_memory(self._device, max(size, CHUNK)), 0
-        memory = self._chunk[self._used : self._used + size]
-        self._used += size
-        return memory
+        with _arenas_lock:
+            chunk, begin = self._chunk, self._used
+            self._used = begin + size  # at once: a signal's handler may take the next
+            if chunk is not None and begin + size <= chunk.numel():
+                return chunk[begin : begin + size]
+        chunk = private_memory(self._device, max(size, CHUNK))
+        with _arenas_lock:
+            self._chunk, self._used = chunk, size
+        return chunk[:size]
 
 
 _arenas: dict[int, _Arena] = {}
-_arenas_lock = threading.Lock()
+_arenas_lock = renewed_in_children(threading.RLock())
 
 
 def take_memory(device: int, size: int) -> Tensor:
@@ -43,8 +54,7 @@ def take_memory(device: int, size: int) -> Tensor:
 
     The memory was allocated on another stream, so the caller calls `record_stream`.
     """
-    with _arenas_lock:
-        return _arenas.setdefault(device, _Arena(device)).take(size)
+    return _arenas.setdefault(device, _Arena(device)).take(size)
 
 
 # Small tensors that launches on any stream read, created once.
@@ -110,7 +120,6 @@ class DeviceTables:
 
 
 _constants: dict[tuple[int, TensorLayout, int], Tensor] = {}
-_constants_lock = threading.Lock()  # not the arenas' lock, which `take_memory` acquires while this one is held
 
 
 def constants_of(key: PlanKey) -> dict[str, Tensor]:
@@ -124,11 +133,11 @@ def _constant(device: int, layout: TensorLayout, value: int) -> Tensor:
 
     Each layout and value has one tensor, mostly of 512 bytes on the GPU.
     """
-    with _constants_lock:  # or two threads make two tensors, and one is freed with its plan
-        tensor = _constants.get((device, layout, value))
-        if tensor is None:
-            size = math.prod(layout.shape) * layout.dtype.itemsize
-            tensor = take_memory(device, size)[:size].view(layout.dtype).view(layout.shape).fill_(value)
-            torch.cuda.current_stream(device).synchronize()  # launches may follow on other streams
-            _constants[device, layout, value] = tensor
+    key = device, layout, value
+    tensor = _constants.get(key)
+    if tensor is None:
+        size = math.prod(layout.shape) * layout.dtype.itemsize
+        made = take_memory(device, size)[:size].view(layout.dtype).view(layout.shape).fill_(value)
+        torch.cuda.current_stream(device).synchronize()  # launches may follow on other streams
+        tensor = _constants.setdefault(key, made)  # another thread's, or it would be freed with its plan
     return tensor

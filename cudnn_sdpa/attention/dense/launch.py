@@ -87,27 +87,27 @@ def bind_plan(
     for operand in plan.key.inputs:
         if operand.name in EXTRAS_OF_OPTIONS:
             more += EXTRAS_OF_OPTIONS[operand.name]
-    if spec.has_lengths:
-        given = [name for name in LENGTHS if getattr(call, name) is not None]
-        made: RowLimitsKernel | LengthsKernel
-        if spec.is_capped:
-            made = RowLimitsKernel(
-                batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
-            )
-        else:
-            made = LengthsKernel(
-                batch=batch, device=device, sq=spec.sq, has_kv=spec.lengths_kv, decode=decode, skv=spec.skv
-            )
-        more += made.extras(given)
+    given = [name for name in LENGTHS if getattr(call, name) is not None]
+    made: RowLimitsKernel | LengthsKernel | None = None
+    if spec.has_lengths and spec.is_capped:
+        made = RowLimitsKernel(
+            batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
+        )
+    elif spec.has_lengths:
+        made = LengthsKernel(
+            batch=batch, device=device, sq=spec.sq, has_kv=spec.lengths_kv, decode=decode, skv=spec.skv
+        )
+    with_lengths = more if made is None else more + made.extras(given)
     bound_plan = partial(BoundPlan, plan, operands, results=results, numbers=numbers)
     if plan.key.provider == OWN:
-        return bound_plan(extras=more + _extras_of_own(plan.key))
+        return bound_plan(extras=with_lengths + _extras_of_own(plan.key))
     if call.attn_mask is None:
-        return bound_plan(extras=more)
+        return bound_plan(extras=with_lengths)
     bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
-    bound = bound_plan(extras=more + bias.extras(reads_mask=False))
+    converted = bias.extras(reads_mask=False) if made is None else bias.extras_with(made, given)
+    bound = bound_plan(extras=more + converted)
     if bias.reads_mask_at is not None:
-        bound = bound_plan(extras=more + bias.extras(reads_mask=True), unaligned_plan=bound)
+        bound = bound_plan(extras=with_lengths + bias.extras(reads_mask=True), unaligned_plan=bound)
     return bound
 
 

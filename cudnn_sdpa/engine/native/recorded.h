@@ -439,15 +439,18 @@ class Recorded {
 
   template <class Launch>
   static Sequence capture(uint64_t stream, const Launch& launch) {
-    // A capture that is open when this ends is closed, and its graph freed.
+    // A capture that is open when this ends is closed, and its graph freed. Until then no garbage is collected: CUDA
+    // refuses to destroy another graph, or to unload kernels, while a stream is captured, and would end the capture.
     struct Capture {
       void* stream;
       void* graph = nullptr;
-      bool is_open = true;
+      bool is_open = true, collects = PyGC_Disable();
 
       driver::Result end() {
         is_open = false;
-        return cuda.cuStreamEndCapture(stream, &graph);
+        const auto error = cuda.cuStreamEndCapture(stream, &graph);
+        if (collects) PyGC_Enable();
+        return error;
       }
 
       ~Capture() {

@@ -118,14 +118,14 @@ class Recorder:
             self._leave(str(error))
             return
         values = captures.scalars_at(plan, pointers)
-        _in_background(functools.partial(self._record, plan, values, sizes))
+        self._in_background(functools.partial(self._record, plan, values, sizes))
 
     def _wait(self, plan: Plan, pointers: Sequence[int], _: Sequence[int]) -> None:
         plan.launch(pointers)
 
     def _record(self, plan: Plan, values: Sequence[float], sizes: Sequence[int]) -> None:
         try:
-            with torch.cuda.device(plan.device), relaxed_capture(), backend.no_error_left():
+            with torch.cuda.device(plan.device), backend.no_error_left():
                 if reason := _why_not_now(plan, sizes):
                     self._leave(reason)
                     return
@@ -158,11 +158,11 @@ class Recorder:
             return
         if is_known:
             self._stage = Recorder._wait
-            _in_background(functools.partial(self._conclude, plan.device, verdict))
+            self._in_background(functools.partial(self._conclude, plan.device, verdict))
 
     def _conclude(self, device: int, verdict: proof.Verdict) -> None:
         try:
-            with torch.cuda.device(device), relaxed_capture():
+            with torch.cuda.device(device):
                 varies, differs, tells, is_wrong_with_zeros = verdict.read()
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(f"it cannot be proved: {error}")
@@ -181,6 +181,12 @@ class Recorder:
             self._leave("a result of its first calls was all zeros")
         else:
             self._stage = Recorder._prove
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        try:
+            _Background.submit(work)
+        except RuntimeError as error:  # the interpreter ends, or there is a limit of threads
+            self._leave(f"nothing can be recorded in the background: {error}")
 
     def _serve(self) -> None:
         self.native.is_serving, self.why_not, self._stage = True, "", Recorder._verify
@@ -271,6 +277,17 @@ class _Background:
         cls.pool = ThreadPoolExecutor(1, thread_name_prefix="cudnn_sdpa recording")
 
     @classmethod
+    def submit(cls, work: Callable[[], None]) -> None:
+        """Has it done in the background, where what only it has held is freed, too, such as a plan that was evicted."""
+        waiting = [work]
+
+        def run() -> None:
+            with relaxed_capture():  # as CUDA unloads a plan's kernels, which another thread's capture would forbid
+                waiting.pop()()
+
+        cls.pool.submit(run)
+
+    @classmethod
     def end(cls) -> None:
         """No call enters Python from C++ any more, and those that have leave it: the interpreter would end in them."""
         cls.pool.shutdown(wait=False, cancel_futures=True)
@@ -280,13 +297,6 @@ class _Background:
             until = time.monotonic() + PATIENCE
             while module.asking() > cls.asked_before and time.monotonic() < until:
                 time.sleep(1e-4)
-
-
-def _in_background(work: Callable[[], None]) -> None:
-    try:
-        _Background.pool.submit(work)
-    except RuntimeError as error:  # the interpreter is ending
-        _log.debug("nothing is recorded: %s", error)
 
 
 _Background.start_afresh()

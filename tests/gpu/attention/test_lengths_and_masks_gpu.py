@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_checks import assert_same, make, nothing_synchronizes
-from kernel_formulas import LengthsCase, MaskCase, bias
+from kernel_formulas import LengthsCase, MaskCase, assert_both, bias
 
 from cudnn_sdpa import no_plan_builds, sdpa
 from cudnn_sdpa.attention.bias import BiasKernel, bias_layout
@@ -49,6 +49,14 @@ def test_the_bias_is_that_of_the_formulas():
             assert torch.equal(tensor_at(found, bias_layout(*given), DEVICE), bias(*given)), seed
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ["prefill", "decode", "softcap"])
+def test_one_launch_makes_the_bias_and_what_plans_read_of_lengths(kind):
+    for seed in range(100):
+        lengths = LengthsCase.drawn(seed, softcap=kind == "softcap", device="cuda")
+        assert_both(MaskCase.drawn(seed, device="cuda"), lengths, decode=kind == "decode")
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 2**34,
     reason="needs 16 GiB of GPU memory",
@@ -74,10 +82,11 @@ def calls(device="cuda"):
         "decode": (lambda: sdpa(q[:, :, :1], k, v, seq_lens_q=lengths, seq_lens_kv=lengths), lengths),
         "softcap": (lambda: sdpa(q, k, v, softcap=20.0, window_size=(31, 0), seq_lens_kv=lengths), lengths),
         "mask": (lambda: sdpa(q, k, v, attn_mask=mask), mask),
+        "mask, lengths": (lambda: sdpa(q, k, v, attn_mask=mask, seq_lens_kv=lengths), mask),
     }
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode", "softcap", "mask"])
+@pytest.mark.parametrize("name", ["prefill", "decode", "softcap", "mask", "mask, lengths"])
 def test_a_cuda_graph_reads_new_values(name):
     call, data = calls()[name]
     call()
@@ -102,7 +111,7 @@ def test_nothing_waits():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["prefill", "decode", "softcap", "mask"])
+@pytest.mark.parametrize("name", ["prefill", "decode", "softcap", "mask", "mask, lengths"])
 def test_tensors_on_a_gpu_that_is_not_the_current_one(name):
     call, _ = calls("cuda:1")[name]
     with torch.cuda.device(1):

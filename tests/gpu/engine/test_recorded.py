@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import soak
 import torch
 from attention_checks import captured, make
 from torch import Tensor
@@ -22,6 +26,7 @@ from benchmarks.tools.timing import device_times
 from benchmarks.tools.ways import by_cudnn, recorders, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import plan_cache, providers
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.recorded import recorder
 from cudnn_sdpa.graph.handles import ZEROS_BYTES
 from cudnn_sdpa.plans import plan as plans
 
@@ -290,6 +295,90 @@ def test_recording_keeps_neither_memory_nor_plans():
     assert not plans.captured_plans
     assert torch.cuda.memory_allocated() - allocated < 1 << 20
     assert torch.cuda.memory_reserved() - reserved < 64 << 20
+
+
+class CountedGraphs:
+    """CUDA's driver, of which the native module gets functions that count the graphs of captures."""
+
+    def __init__(self) -> None:
+        self._driver = driver = ctypes.PyDLL("libcuda.so.1")  # it keeps the GIL, as the module does in a capture
+        self.made = self.freed = 0
+        pointer = ctypes.c_void_p
+
+        def end(stream, graph) -> int:
+            status: int = driver.cuStreamEndCapture(pointer(stream), pointer(graph))
+            self.made += not status
+            return status
+
+        def destroy(graph) -> int:
+            status: int = driver.cuGraphDestroy(pointer(graph))
+            self.freed += not status
+            return status
+
+        self.cuStreamEndCapture = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(end)
+        self.cuGraphDestroy = ctypes.CFUNCTYPE(ctypes.c_int, pointer)(destroy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> Iterator[CountedGraphs]:
+    counted = CountedGraphs()
+
+    def connect() -> None:
+        recorder._connect.cache_clear()
+        assert recorder._connect(loader.module()) == ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "_driver", lambda: counted)
+        connect()
+        yield counted
+        plan_cache.clear()
+        recorder._Background.pool.submit(lambda: None).result()  # nothing captures any more
+    connect()
+
+
+@pytest.mark.whole_gpu
+def test_memory_is_flat_while_plans_are_recorded_and_evicted(graphs, monkeypatch):
+    """The host's memory, but for less than 64 KiB a plan; the GPU's, with what the driver has loaded; graphs and plans.
+
+    cuDNN builds the plans of each round anew. What it keeps of them it keeps without recordings, too.
+    """
+    lengths, rounds = range(64, 64 * 9, 64), 4
+    served = 0
+
+    def memory_of_plans() -> tuple[int, int, int]:
+        """Bytes of the host's memory, of the GPU's, and of PyTorch's in it, after a round."""
+        nonlocal served
+        for length in lengths:
+            case = Case(cudnn_sdpa.sdpa, dense(length, length))
+            until_recorded(lambda case=case: case(case.draw()))
+        served += sum(each.native.is_serving for each in recorders())
+        built = [weakref.ref(plan.built) for plan in plan_cache.plans()]
+        plan_cache.clear()
+        host, allocated = soak.readings("cuda")
+        free, total = torch.cuda.mem_get_info()
+        assert len(built) == len(lengths)
+        assert not [graph for graph in built if graph() is not None]
+        return host, total - free, allocated
+
+    def growth() -> list[int]:
+        """The least of a round: whatever is kept of each plan grows in all of them."""
+        with cudnn_sdpa.shape_policy("exact"):
+            found = [memory_of_plans() for _ in range(1 + rounds)]
+        return [min(after - before for before, after in itertools.pairwise(of)) for of in zip(*found, strict=True)]
+
+    monkeypatch.setenv(loader.RECORDED_VARIABLE, loader.OFF)
+    kept = growth()
+    assert not served
+    monkeypatch.setenv(loader.RECORDED_VARIABLE, loader.ON)
+    host, gpu, allocated = (with_ - max(without, 0) for with_, without in zip(growth(), kept, strict=True))
+    assert served > rounds * len(lengths) // 2
+    assert host < soak.MAX_GROWTH
+    assert gpu <= 0
+    assert allocated <= 0
+    assert graphs.made == graphs.freed >= 3 * served
 
 
 def test_verified_calls_agree(monkeypatch):

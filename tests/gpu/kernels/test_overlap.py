@@ -139,6 +139,9 @@ CASES = {
     "lengths": case(cudnn_sdpa.sdpa, **QKV, seq_lens_kv=LENGTHS),
     "soft cap, lengths": case(cudnn_sdpa.sdpa, **QKV, seq_lens_kv=LENGTHS, options={"softcap": 9.0}),
     "boolean mask": case(cudnn_sdpa.sdpa, **QKV, attn_mask=lambda: torch.rand(2, 1, 96, 96, device="cuda") > 0.3),
+    "boolean mask, lengths": case(
+        cudnn_sdpa.sdpa, **QKV, attn_mask=lambda: torch.rand(2, 1, 96, 96, device="cuda") > 0.3, seq_lens_kv=LENGTHS
+    ),
     "float32": case(
         cudnn_sdpa.sdpa, by="cudnn,own", **{name: normal(2, 4, 96, 64, dtype=torch.float32) for name in QKV}
     ),

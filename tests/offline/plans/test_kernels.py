@@ -19,7 +19,7 @@ KERNELS = [
     *(packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel, paging.csr_kernel),
     *merge_states.kernels.values(),
     *(*sink_scores.chunk_kernels.values(), sink_scores.head_kernel),
-    *(lengths.correct_kernel, lengths.limit_kernel, bias.kernel),
+    *(lengths.correct_kernel, lengths.limit_kernel, bias.kernel, *bias.kernels_with.values()),
 ]
 #: Kernels that need instructions of compute capability 8.9.
 FP8_KERNELS = [quantize.quantize_kernel, quantize.dequantize_kernel, quantize.update_kernel]

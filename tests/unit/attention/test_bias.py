@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_gpu import CPU, CpuKernel, gpu_on_the_cpu
-from kernel_formulas import MaskCase, bias
+from float64_reference import attend
+from kernel_formulas import LengthsCase, MaskCase, assert_both, bias
+from native_way import native_way
+from real_plans import real_plans
 
-from cudnn_sdpa import LayoutError, sdpa
+from cudnn_sdpa import LayoutError, plan_cache, providers, sdpa
 from cudnn_sdpa.attention.bias import BiasKernel, bias_layout
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.autotune import tensor_at
@@ -60,6 +63,43 @@ def test_the_bias_is_that_of_the_formulas():
 
 #: Whether the bias is the mask itself, and whether it is contiguous.
 FLOAT_KINDS = [(False, False), (False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "softcap"])
+def test_one_launch_makes_the_bias_and_what_plans_read_of_lengths(kind):
+    for seed in range(500):
+        assert_both(MaskCase.drawn(seed), LengthsCase.drawn(seed, softcap=kind == "softcap"), decode=kind == "decode")
+
+
+#: Calls with a mask and lengths, and the kernels that are launched for a call and its gradients.
+BOTH = {
+    "boolean": (torch.bool, {}, ["make_bias_and_lengths"] * 2),
+    "float": (torch.float16, {}, ["correct_lengths"] * 2),
+    "soft cap": (torch.bool, {"softcap": 3.0}, ["make_bias_and_limits"] * 2),
+}
+
+
+@pytest.mark.parametrize("way", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_boolean_mask_and_lengths_are_read_by_one_launch(kind, way, launched):
+    dtype, options, names = BOTH[kind]
+    with native_way(on=way), real_plans(), providers("cudnn"):
+        plan_cache.clear()
+        for _ in range(6):
+            q, k, v = (torch.randn(3, 2, n, 16).half().requires_grad_() for n in (9, 13, 13))
+            lengths = {"seq_lens_q": torch.tensor([9, 4, 0]).int(), "seq_lens_kv": torch.tensor([13, 0, 5]).int()}
+            lengths = {name: x[torch.randperm(3)] for name, x in lengths.items()}
+            mask = torch.rand(3, 1, 9, 16)[..., :13]
+            mask = mask > 0.3 if dtype == torch.bool else mask.to(dtype)
+            launched.clear()
+            out = sdpa(q, k, v, attn_mask=mask, **lengths, **options)
+            grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            assert launched == names
+            leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+            exact = attend(*leaves, attn_mask=mask, **lengths, **options)[0]
+            expected = torch.autograd.grad(exact, leaves, torch.ones_like(exact))
+            for found, right in zip((out, *grads), (exact, *expected), strict=True):
+                torch.testing.assert_close(found.double(), right, rtol=2e-2, atol=2e-2)
 
 
 def test_any_byte_but_0_is_true():

@@ -47,6 +47,28 @@ def test_memory_is_aligned_and_not_shared():
     assert other.unique().tolist() == [2]
 
 
+def test_memory_that_is_taken_while_more_is_allocated_is_not_shared(monkeypatch):
+    """By a finalizer or a signal's handler on the same thread, and on the one that allocates."""
+    allocate, taken = device_memory.private_memory, []
+
+    def nested(_: object = None) -> None:
+        taken.append(device_memory.take_memory(0, 256))
+
+    def calls_first(device, size):
+        monkeypatch.setattr(device_memory, "private_memory", allocate)
+        nested()
+        in_threads(nested, 1, seconds=10)
+        return allocate(device, size)
+
+    monkeypatch.setattr(device_memory, "private_memory", calls_first)
+    for _ in range(3):
+        nested()
+    assert len(taken) == 5
+    assert len({tensor.data_ptr() for tensor in taken}) == 5
+    kept = [device_memory.take_memory(0, device_memory.CHUNK) for _ in range(2)]
+    assert len({tensor.data_ptr() for tensor in (*taken, *kept)}) == 7
+
+
 class Event:
     """An event that notes which streams wait for it."""
 

@@ -22,7 +22,7 @@ from stand_in_gpu import Kernel, KernelOfPlan, in_new_thread, launched, library,
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.native import loader
-from cudnn_sdpa.engine.recorded import proof, recorder
+from cudnn_sdpa.engine.recorded import captures, proof, recorder
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
@@ -316,6 +316,37 @@ def test_a_forked_child_does_not_wait_for_calls_of_its_parents_threads(monkeypat
         assert not loader.module().asking()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_records_although_its_parent_did_meanwhile(monkeypatch):
+    """What the parent's thread had begun never ends there; plans that the child builds are recorded by its own."""
+    begun, may_end = threading.Event(), threading.Event()
+    record = captures.record
+
+    def blocks(*given):
+        begun.set()
+        assert may_end.wait(30)
+        record(*given)
+
+    with recorded_plans(OPERATIONS["sdpa"].compute):
+        with monkeypatch.context() as patch:
+            patch.setattr(captures, "record", blocks)
+            while not begun.is_set():
+                assert_right(OPERATIONS["sdpa"])
+            child = os.fork()
+        if not child:
+            status = 1
+            with contextlib.suppress(BaseException):
+                assert_right(OPERATIONS["sdpa"])
+                plan_cache.clear()
+                settled("sdpa")
+                status = int(not all(each.native.is_serving for each in recorders()))
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        may_end.set()
+        settled("sdpa")
+        assert all(each.native.is_serving for each in recorders())
+
+
 def test_who_shares_a_slot_never_counts_where_the_other_has(monkeypatch):
     """As a call in a finalizer of a thread that ends, whose slot the next thread has by then."""
     call = OPERATIONS["sdpa"]
@@ -388,6 +419,42 @@ def test_an_evicted_plan_is_freed_and_recorded_again():
         executed = KernelOfPlan.executed
         run(call)
         assert KernelOfPlan.executed == executed
+
+
+@pytest.mark.parametrize("mode", [loader.ON, loader.VERIFY])
+def test_plans_are_evicted_while_they_are_recorded_and_proved(mode):
+    """By another thread, at any moment."""
+    call, over, freed = OPERATIONS["sdpa"], threading.Event(), []
+
+    def evict() -> None:
+        while not over.wait(0.002):
+            freed.extend(weakref.ref(plan.built) for plan in plan_cache.plans())
+            plan_cache.clear()
+
+    def work(stream: int) -> bool:
+        library().make_context_current()
+        with device.stream(stream):
+            for _ in range(60):
+                run(call)
+        return True
+
+    with recorded_plans(call.compute, mode=mode) as device, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        evicting = pool.submit(evict)
+        try:
+            assert all(pool.map(work, (0, 11, 12)))
+        finally:
+            over.set()
+        evicting.result()
+        wait()
+        assert len(freed) > 10
+        plan_cache.clear()
+        gc.collect()
+        assert not [graph for graph in freed if graph() is not None]
+        for _ in range(30):
+            run(call)
+            wait()
+        assert recorders()
+        assert all(each.native.is_serving for each in recorders())
 
 
 @pytest.mark.parametrize("name", ["sdpa", "silu_mul"])

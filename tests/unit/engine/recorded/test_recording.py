@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import soak
 import torch
 from fake_gpu import TARGET
 from real_plans import Device, _Handle, real_plans
-from stand_in_gpu import CLUSTERS, OVERLAPS, Kernel, launched, library, own_kernel, stand_in_driver, wait
+from stand_in_gpu import CAPTURING, CLUSTERS, OVERLAPS, Kernel, launched, library, own_kernel, stand_in_driver, wait
 
 from cudnn_sdpa import ExecutionError, OptionError
 from cudnn_sdpa.engine.native import loader
@@ -61,6 +62,22 @@ def word(value: int) -> bytes:
     return value.to_bytes(8, "little")
 
 
+class Garbage:
+    """It is freed once garbage is collected.
+
+    Attributes:
+        freed: For each, whether that was while plans were captured.
+    """
+
+    freed: list[bool] = []  # noqa: RUF012 - of all
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.freed.append(library().is_captured(CAPTURING))
+
+
 class Engine:
     """A built graph, with the faults that are named.
 
@@ -84,6 +101,8 @@ class Engine:
         self.finish = Kernel("finish", own_kernel("finish"), [128, 8])
         self.foreign = torch.zeros(64)
         library().own_memory(self.foreign.data_ptr(), 256)
+        if self.faults & {"early", "false edge"}:
+            library().let_next_begin(self.products.handle)
         if "hidden arguments" in self.faults:
             library().hide_sizes(self.finish.handle)
 
@@ -92,6 +111,8 @@ class Engine:
 
     def execute(self, address, count, workspace, handle, index):
         assert (count, index) == (4, -1)
+        for _ in range(20 * ("garbage" in self.faults)):
+            Garbage()
         library().make_context_current()
         self.host_scalar = ctypes.c_uint64.from_address(address + 16).value
         a, b, scale, out = (ctypes.c_uint64 * 4).from_address(address)
@@ -150,7 +171,8 @@ class Engine:
         if "another kernel" in faults and is_captured and not self.calls % 3:
             products = self.other
         first = {OVERLAPS: 1} if "behind a memset" in faults else {}
-        second = {} if "no overlap" in faults else {OVERLAPS: 1}
+        waits = bool(faults & {"no overlap", "early"}) or ("false edge" in faults and not is_captured)
+        second = {} if waits else {OVERLAPS: 1}
         values = array("f", [scale, 0.0]).tobytes()
         products.launch(
             stream,
@@ -170,8 +192,8 @@ class Engine:
 class Call:
     """A plan on this engine, and launches of it."""
 
-    def __init__(self, module, device: Device, *faults: str) -> None:
-        self.engine, self.device = Engine(*faults), device
+    def __init__(self, module, device: Device, *faults: str, engine: Engine | None = None) -> None:
+        self.engine, self.device = engine or Engine(*faults), device
         self.plan = Plan(KEY, self.engine, {})
         self.plan.held = True
         self.recorder = Recorder(module, "combine")
@@ -244,7 +266,7 @@ def without_addresses(lines: list[str], of: dict[int, str]) -> list[str]:
     return lines
 
 
-ALIKE = [(), ("packed",), ("clusters",), ("no overlap",), ("kernels alone",)]
+ALIKE = [(), ("packed",), ("clusters",), ("no overlap",), ("early",), ("kernels alone",)]
 
 
 @pytest.mark.parametrize("kinds", ALIKE, ids=lambda kinds: " ".join(kinds) or "plain")
@@ -272,9 +294,8 @@ def test_a_recorded_launch_asks_the_driver_for_what_execute_asks_for(module, dev
         for lines, workspace in zip((by_plan, recorded), workspaces, strict=True):
             lines[:] = [line.replace(workspace, "<workspace>") for line in lines]
         assert recorded == by_plan
-        assert sum(f"@{OVERLAPS}=" in line for line in recorded) == {"no overlap": 0, "kernels alone": 2}.get(
-            "".join(kinds), 1
-        )
+        overlapping = {"no overlap": 0, "early": 0, "kernels alone": 2}.get("".join(kinds), 1)
+        assert sum(f"@{OVERLAPS}=" in line for line in recorded) == overlapping
         assert all(f"<{i}>" in " ".join(recorded) for i in range(3))
     assert call.engine.calls == executed + 4
 
@@ -318,6 +339,7 @@ DISQUALIFIED = {
     "refuses in captures": "cuDNN: CUDNN_STATUS_EXECUTION_FAILED",
     "swapped in captures": "its recorded launch had other results",
     "no memset in captures": "its recorded launch had other results",
+    "false edge": "its recorded launch had other results",
     "host work": "it enqueues more than kernels and memsets: a node of type 3",
     "endless": "it launches too much: 146 nodes",
     "side by side": "it launches side by side",
@@ -443,13 +465,75 @@ def test_nothing_is_recorded_while_the_calls_stream_is_captured(module, device, 
 
 def test_a_plan_that_is_evicted_before_its_turn_is_not_recorded(module, device):
     call, go = Call(module, device), threading.Event()
-    recorder._in_background(go.wait)
+    recorder._Background.submit(go.wait)
     call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
     call.plan.held = False
     go.set()
     wait()
     assert str(call.recorder) == "by cuDNN, because it is evicted"
     assert call.engine.calls == 1
+
+
+def test_a_plan_that_is_evicted_meanwhile_is_freed_where_others_may_capture(module, device, monkeypatch):
+    """CUDA unloads its kernels, which a capture in PyTorch's default mode forbids all other threads."""
+    active, freed, go = [], [], threading.Event()
+
+    @contextlib.contextmanager
+    def relaxed():
+        active.append(1)
+        yield
+        active.pop()
+
+    monkeypatch.setattr(recorder, "relaxed_capture", relaxed)
+    for is_held in (False, True):
+        call = Call(module, device)
+        go.clear()
+        recorder._Background.submit(go.wait)
+        call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
+        call.plan.held = is_held
+        weakref.finalize(call.engine, lambda: freed.append((threading.current_thread(), bool(active))))
+        del call
+        gc.collect()
+        go.set()
+        wait()
+        (thread, was_relaxed) = freed.pop()
+        assert thread is not threading.main_thread()
+        assert was_relaxed
+
+
+def test_a_thread_that_cannot_be_started_leaves_the_plan_to_cudnn(module, device, monkeypatch):
+    """And its calls to C++: Python looks at none of them any more."""
+
+    def submit(_):
+        raise RuntimeError("can't start new thread")
+
+    for before in (1, 3):  # recordings, then verdicts
+        call = Call(module, device)
+        for _ in range(before - 1):
+            call.watched()
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder._Background.pool, "submit", submit)
+            for _ in range(3):
+                call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
+        why = "nothing can be recorded in the background: can't start new thread"
+        assert str(call.recorder) == f"by cuDNN, because {why}"
+        assert not call.recorder.native.is_watched
+
+
+def test_no_garbage_is_collected_while_a_stream_is_captured(module, device, monkeypatch):
+    """A graph that is destroyed then, or a plan, would end the capture with an error."""
+    monkeypatch.setattr(Garbage, "freed", [])
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        call = Call(module, device, "garbage")
+        assert call.settle().startswith("as recorded")
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert len(Garbage.freed) == 20 * call.engine.calls
+    assert not any(Garbage.freed)
+    assert gc.isenabled()
 
 
 def test_nothing_is_allocated_on_a_full_gpu(module, device, monkeypatch):
@@ -467,7 +551,7 @@ def test_the_interpreter_does_not_end_later_for_what_is_to_be_recorded(run_pytho
 import time
 from cudnn_sdpa.engine.recorded import recorder
 for _ in range(100):
-    recorder._in_background(lambda: (print("recorded", flush=True), time.sleep(0.2)))
+    recorder._Background.submit(lambda: (print("recorded", flush=True), time.sleep(0.2)))
 """
     assert 1 <= run_python(code, fresh=True).stdout.count("recorded") < 4
 
@@ -547,6 +631,23 @@ def test_a_recording_keeps_no_plan(module, device, monkeypatch):
     assert engine() is None
 
 
+@pytest.mark.slow
+def test_memory_is_flat_while_plans_are_recorded_and_freed(module, device):
+    """Python's objects, the native module's, and the driver's graphs."""
+    engine, made = Engine(), []
+
+    def step() -> None:
+        call = Call(module, device, engine=engine)
+        assert call.settle().startswith("as recorded")
+        call.recorded(call.operands())
+        made.append([weakref.ref(x) for x in (call.plan.recorder, call.recorder.native)])
+        launched()
+
+    assert not soak.growth(step, 600, "cpu")["grows"]
+    assert not [reference for each in made for reference in each if reference() is not None]
+    assert library().open_graphs() == 0
+
+
 @pytest.mark.parametrize("held", [True, False])
 def test_plans_that_are_not_tried(module, device, held, monkeypatch):
     call = Call(module, device)
@@ -596,7 +697,7 @@ def test_memory_that_cannot_be_allocated_leaves_the_plan_to_cudnn(module, device
 
 def test_verifying_compares_every_call(device):
     """A wrong launch that its proof has not seen, in a call whose operands show it."""
-    for fault in ("", "swapped in captures", "no memset in captures"):
+    for fault in ("", "swapped in captures", "no memset in captures", "false edge"):
         with stand_in_driver(loader.VERIFY) as module, pytest.MonkeyPatch.context() as patch:
             call = Call(module, device, fault)
             patch.setattr(proof.Verdict, "read", lambda _: [False, False, True, False])
