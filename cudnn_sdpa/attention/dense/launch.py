@@ -87,16 +87,18 @@ def bind_plan(
     for operand in plan.key.inputs:
         if operand.name in EXTRAS_OF_OPTIONS:
             more += EXTRAS_OF_OPTIONS[operand.name]
-    given = [name for name in LENGTHS if getattr(call, name) is not None]
+    given: list[str] = []
     made: RowLimitsKernel | LengthsKernel | None = None
-    if spec.has_lengths and spec.is_capped:
-        made = RowLimitsKernel(
-            batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
-        )
-    elif spec.has_lengths:
-        made = LengthsKernel(
-            batch=batch, device=device, sq=spec.sq, has_kv=spec.lengths_kv, decode=decode, skv=spec.skv
-        )
+    if spec.has_lengths:
+        given = [name for name in LENGTHS if getattr(call, name) is not None]
+        if spec.is_capped:
+            made = RowLimitsKernel(
+                batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
+            )
+        else:
+            made = LengthsKernel(
+                batch=batch, device=device, sq=spec.sq, has_kv=spec.lengths_kv, decode=decode, skv=spec.skv
+            )
     with_lengths = more if made is None else more + made.extras(given)
     bound_plan = partial(BoundPlan, plan, operands, results=results, numbers=numbers)
     if plan.key.provider == OWN:
