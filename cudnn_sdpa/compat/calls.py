@@ -216,8 +216,8 @@ class Cache(NamedTuple):
             if self.table_name == "block_table":
                 instead = "None: block_table says which pages a sequence has"
                 raise OptionError("cache_batch_idx", "a tensor in addition to block_table", instead)
-            like = {"dtype": torch.int32, "shape": (batch,), "meaning": "(batch,)"}
-            check_tensor("cache_batch_idx", index, self.k_cache, of="k_cache", **like)
+            of_batch: dict[str, Any] = {"dtype": torch.int32, "shape": (batch,), "meaning": "(batch,)"}
+            check_tensor("cache_batch_idx", index, self.k_cache, of="k_cache", **of_batch)
             value_checks.check_lengths("cache_batch_idx", index, len(rows) - 1, what="rows of page_table")
             return rows.index_select(0, index)
         if rows is not None:
