@@ -4,6 +4,7 @@
     python scripts/originals.py signatures    # writes tests/unit/compat/originals.json from there
     python scripts/originals.py test          # runs 20 cases of each of their tests on our modules, on a GPU
     python scripts/originals.py test --device cpu --each 100 flashinfer xformers -- -k sliding -x
+    python scripts/originals.py test --report report.json    # leaves versions, counts, and skips with their reasons
 
 Nothing of .originals is committed, imported by the package or shipped. A folder that is there is taken as it is.
 Tests need none of the originals' kernels: `originals_plugin.py` gives our modules their names.
@@ -19,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,9 +89,10 @@ ORIGINALS = {
 }
 
 
-def fetch() -> None:
+def fetch(names: Iterable[str]) -> None:
     """The sources of each repository that is not there, at its commit, without its history."""
-    for name, original in ORIGINALS.items():
+    for name in names:
+        original = ORIGINALS[name]
         if (SOURCES / name).is_dir():
             continue
         shutil.rmtree(to := SOURCES / f"{name}.part", ignore_errors=True)
@@ -141,10 +144,12 @@ def notes_of(name: str) -> dict[str, dict[str, object]]:
     return found
 
 
-def test(names: list[str], device: str, each: int, options: list[str]) -> int:
+def test(names: list[str], device: str, each: int, report: Path | None, options: list[str]) -> int:
     """Each library's tests in a process of its own, as all call their folders `tests`."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH"))))
     codes = []
+    if report is not None:
+        report.unlink(missing_ok=True)
     for name in names:
         folder = SOURCES / name
         files = [str(folder / x) for x in ORIGINALS[name].tests]
@@ -160,6 +165,7 @@ def test(names: list[str], device: str, each: int, options: list[str]) -> int:
             "--noconftest",
         ]
         chosen = ["--original", name, "--device", device, "--each", str(each)]
+        chosen += [] if report is None else ["--report", str(report.resolve())]
         command = [sys.executable, *of_pytest, "-q", "-rfEs", "-p", "no:cacheprovider", *chosen, *files, *options]
         codes.append(subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode)
     return max(codes)
@@ -174,16 +180,17 @@ def main() -> int:
     tests.add_argument("names", nargs="*", help=f"of {', '.join(x for x, y in ORIGINALS.items() if y.tests)}")
     tests.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     tests.add_argument("--each", type=int, default=20, help="of each test function, run so many cases")
+    tests.add_argument("--report", type=Path, help="a JSON file to write")
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
     given, options = parser.parse_args(arguments[:at]), arguments[at + 1 :]
-    fetch()
+    names = getattr(given, "names", None) or [name for name, original in ORIGINALS.items() if original.tests]
+    fetch([*names, "einops"])
     if given.command == "signatures":
         notes = {module: of for name in ORIGINALS for module, of in notes_of(name).items()}
         NOTES.write_text(json.dumps(notes, indent=1) + "\n")
     if given.command == "test":
-        names = given.names or [name for name, original in ORIGINALS.items() if original.tests]
-        return test(names, given.device, given.each, options)
+        return test(names, given.device, given.each, given.report, options)
     return 0
 
 

@@ -10,20 +10,26 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
+import platform
+import subprocess
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from originals import SOURCES
+from originals import ORIGINALS, SOURCES
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
+import cudnn_sdpa
 from cudnn_sdpa.compat import flash_attn, flash_attn_interface, flashinfer, xformers
 from cudnn_sdpa.errors import DtypeError, UnsupportedError
 
@@ -54,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--original", choices=list(WITH_OUR_NAMES))
     parser.addoption("--device", choices=("cuda", "cpu"))
     parser.addoption("--each", type=int)
+    parser.addoption("--report", type=Path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,6 +110,46 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         if item.config.getoption("--device") == "cpu" and any(x in str(error) for x in of_cpus):
             return pytest.skip(f"on a CPU: {error}")
         raise
+
+
+_outcomes: Counter[str] = Counter()
+_skips: Counter[str] = Counter()
+_failed: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    is_expected = report.skipped and hasattr(report, "wasxfail")
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes["xfailed" if is_expected else report.outcome] += 1
+    if report.skipped and not is_expected:
+        _skips[str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)] += 1
+    if report.failed:
+        _failed.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Adds these tests to the report that `--report` names."""
+    option = session.config.getoption
+    if (path := option("--report")) is None or hasattr(session.config, "workerinput"):
+        return
+    name = option("--original")
+    head = ["git", f"--git-dir={SOURCES / name / '.git'}", "rev-parse", "HEAD"]
+    reports = json.loads(path.read_text()) if path.is_file() else {}
+    reports[name] = {
+        "versions": {
+            "cudnn_sdpa": cudnn_sdpa.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "device": "CPU" if option("--device") == "cpu" else torch.cuda.get_device_name(),
+            "pinned": ORIGINALS[name].commit,
+            "commit": subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip() or None,
+        },
+        "cases of each test": option("--each"),
+        "counts": dict(_outcomes),
+        "failed": sorted(_failed),
+        "skips": dict(_skips.most_common()),
+    }
+    path.write_text(json.dumps(reports, indent=2) + "\n")
 
 
 def skipping(what: str) -> Callable[..., NoReturn]:
@@ -193,13 +240,13 @@ def as_flash_attention(device: str) -> None:
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0, **_: object
 ) -> Tensor:
-    """FlashAttention's rotation of tokens (B, S, H, D) from positions on."""
+    """FlashAttention's rotation of tokens (B, S, H, D) from positions on: in float32, as its kernel's."""
     begins = torch.as_tensor(seqlen_offsets).reshape(-1, 1)
     at = (begins + torch.arange(x.shape[1])).clamp(max=cos.shape[0] - 1)
-    c, s = (table[at].unsqueeze(2).to(x.dtype) for table in (cos, sin))
+    c, s = (table[at].unsqueeze(2).float() for table in (cos, sin))
     dim = 2 * cos.shape[1]
     pairs = x[..., :dim].unflatten(-1, (-1, 2)) if interleaved else x[..., :dim].unflatten(-1, (2, -1)).mT
-    turned = torch.stack((pairs[..., 0] * c - pairs[..., 1] * s, pairs[..., 0] * s + pairs[..., 1] * c), dim=-1)
+    turned = torch.stack((pairs[..., 0] * c - pairs[..., 1] * s, pairs[..., 0] * s + pairs[..., 1] * c), dim=-1).to(x)
     return torch.cat(((turned if interleaved else turned.mT).flatten(-2), x[..., dim:]), dim=-1)
 
 

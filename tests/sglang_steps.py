@@ -102,14 +102,19 @@ def sglang() -> SimpleNamespace:
 def pool_class() -> Any:
     """SGLang's pool, with memory full of NaN, and a store in place of its kernel."""
 
-    def initialize(self: Any, pages: int, page: int, shapes: list[tuple[int, int]], **of_kind: Any) -> None:
+    def initialize(
+        self: Any, pages: int, page: int, shapes: list[tuple[int, int]], layers: int, **of_kind: Any
+    ) -> None:
         self.size, self.page_size, self.dtype = pages * page - page, page, of_kind["dtype"]
         self.store_dtype, self.start_layer, self.layer_transfer_counter = self.dtype, 0, None
         self.requires_physical_write_loc = self.use_hnd = False
         self.kv_cache_layout, self.quant_method = "nhd", SimpleNamespace()
         self.k_buffer, self.v_buffer = (
-            [torch.full((pages * page, heads, dim), math.nan, device=of_kind["device"]).to(self.dtype)]
-            for heads, dim in shapes
+            [
+                torch.full((pages * page, *shape), math.nan, device=of_kind["device"]).to(self.dtype)
+                for _ in range(layers)
+            ]
+            for shape in shapes
         )
 
     def store(self: Any, layer_idx: int, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
@@ -129,7 +134,7 @@ def slots_of(pages: Tensor, page: int) -> Tensor:
 
 
 class Server:
-    """Requests with their keys, a layer on all keys, and with `has_window_pool` one on a pool of its own."""
+    """Requests with their keys, layers on all keys, and with `has_window_pool` another on a pool of its own."""
 
     def __init__(
         self,
@@ -143,6 +148,8 @@ class Server:
         requests: int = 4,
         context: int = 96,
         sinks: bool = False,
+        layers: int = 1,
+        scale: float = 0.3,
         has_window_pool: bool = False,
         draft: int = 0,
         topk: int = 1,
@@ -157,16 +164,17 @@ class Server:
         self.scales = [torch.tensor(x, device=device) for x in (0.013, 0.017)]
         self.sinks = torch.randn(heads[0], device=device) if sinks else None
         self.of_cache = of_kind["dtype"]
-        windows = [-1, layer.pop("sliding_window_size")] if has_window_pool else [layer.pop("sliding_window_size", -1)]
+        window = layer.pop("sliding_window_size", -1)
+        windows = [-1, window] if has_window_pool else [window] * layers
         self.layers = [
             of.RadixAttention(
-                heads[0], dims[0], 0.3, heads[1], number, v_head_dim=dims[1], sliding_window_size=window, **layer
+                heads[0], dims[0], scale, heads[1], number, v_head_dim=dims[1], sliding_window_size=window, **layer
             )
             for number, window in enumerate(windows)
         ]
         for one in self.layers:
             one.k_scale, one.v_scale = self.scales  # also where the cache is not quantized
-        new_pool = functools.partial(pool_class(), pages, page, shapes, **of_kind)
+        new_pool = functools.partial(pool_class(), pages, page, shapes, layers, **of_kind)
         self.pool = new_pool()
         if has_window_pool:
             self.pool = object.__new__(of.SWAKVPool)
@@ -174,10 +182,12 @@ class Server:
             self.pool.layers_mapping, self.pool.layer_transfer_counter = {0: (0, False), 1: (0, True)}, None
             to_window = torch.randperm(pages - 1) + 1
             self.pool.full_to_swa_index_mapping = torch.cat([torch.arange(page), slots_of(to_window, page)]).to(device)
-        #: Of each request and layer its keys and values; a page is given to a request when it needs it.
+        #: Of each request its tokens in the cache, and for each layer their keys and values.
+        self.lengths = [0] * requests
         self.kept = [
             [[x.new_zeros(0, *x.shape[1:]) for x in self._new(0)[1:]] for _ in self.layers] for _ in range(requests)
         ]
+        #: Pages of none, which a request gets when it needs them, and those of each.
         self.free = torch.randperm(pages - 1).add(1).tolist()
         self.owned: list[list[int]] = [[] for _ in range(requests)]
         table = torch.randint(pages * page, (requests + 1, context + 3), dtype=torch.int32)
@@ -222,7 +232,7 @@ class Server:
 
     def batch(self, mode: str, new: Mapping[int, int], tree: Tensor | None = None) -> Any:
         """SGLang's batch of requests and the numbers of their new tokens."""
-        before = {request: len(self.kept[request][0][0]) for request in new}
+        before = {request: self.lengths[request] for request in new}
         slots = [self.slots(x, before[x], before[x] + count) for x, count in new.items()]
         lengths = [before[x] + (0 if mode == "TARGET_VERIFY" else count) for x, count in new.items()]
         int64 = functools.partial(torch.tensor, dtype=torch.int64, device=self.device)
@@ -293,11 +303,11 @@ class Server:
     def accept(self, mode: str, new: Mapping[int, int]) -> None:
         """Forgets all tokens of drafts but the first, and in the pool of windows the slots left of them."""
         for request, count in new.items():
+            self.lengths[request] += 1 if mode == "TARGET_VERIFY" else count
             if mode == "TARGET_VERIFY":
                 self.kept[request] = [[x[: len(x) - count + 1] for x in kv] for kv in self.kept[request]]
-            if len(self.layers) > 1:
-                length, window = len(self.kept[request][1][0]), self.layers[1].sliding_window_size
-                gone = max(0, length - window) // self.page
+            if hasattr(self.pool, "swa_kv_pool"):
+                gone = max(0, self.lengths[request] - self.layers[1].sliding_window_size) // self.page
                 slots = slots_of(torch.tensor(self.owned[request][:gone], dtype=torch.int64), self.page)
                 mapping = self.pool.full_to_swa_index_mapping
                 for buffer in (*self.pool.swa_kv_pool.k_buffer, *self.pool.swa_kv_pool.v_buffer):
@@ -347,16 +357,19 @@ class Graph:
             outs = self._run()
         return graph.replay, outs
 
-    def step(self, new: Mapping[int, int], tree: Tensor | None = None) -> None:
-        """Fills the buffers from a batch of as many requests or fewer, replays, and compares."""
-        server, static = self.server, self.static
-        batch = server.batch(self.mode, new, tree)
+    def fill_from(self, batch: Any) -> None:
+        static = self.static
         for name, padding in (("req_pool_indices", 0), ("seq_lens", self.fill), ("out_cache_loc", 0)):
             mine, real = getattr(static, name), getattr(batch, name)
             mine[: len(real)] = real
             mine[len(real) :] = padding
         static.spec_info = batch.spec_info
-        server.backend.init_forward_metadata_out_graph(static)
+        self.server.backend.init_forward_metadata_out_graph(static)
+
+    def step(self, new: Mapping[int, int], tree: Tensor | None = None) -> None:
+        """Fills the buffers from a batch of as many requests or fewer, replays, and compares."""
+        server, static = self.server, self.static
+        self.fill_from(server.batch(self.mode, new, tree))
         tokens, expected = sum(new.values()), []
         for layer, inputs in zip(server.layers, self.inputs, strict=True):
             for mine, fresh in zip(inputs, server._new(len(static.input_ids)), strict=True):
@@ -366,6 +379,39 @@ class Graph:
         for out, want in zip(self.outs, expected, strict=True):
             server.compare(out[:tokens], want)
         server.accept(self.mode, new)
+
+
+class ServedLayers:
+    """The layers of a model with SGLang's batches, for `greedy_serving`; decodes take a graph's batch with `graphs`."""
+
+    def __init__(self, requests: int, layers: int, *, graphs: bool, **options: Any) -> None:
+        self.server = Server(requests=requests, layers=layers, **options)
+        self.dtype, self.batch, self.graph = self.server.dtype, None, None
+        if graphs:
+            self.server.backend.init_cuda_graph_state(requests, requests)
+            self.graph = Graph(self.server, "DECODE", requests)
+
+    def prepare(self, new: Mapping[int, int]) -> int:
+        server, singles = self.server, sum(count == 1 for count in new.values())
+        mode = "DECODE" if singles == len(new) else "MIXED" if singles else "EXTEND"
+        self.batch = server.batch(mode, new)
+        if self.graph is not None and mode == "DECODE":
+            self.graph.fill_from(self.batch)
+            self.batch = self.graph.static
+            server.backend.init_forward_metadata_in_graph(self.batch)
+        else:
+            server.backend.init_forward_metadata(self.batch)
+        server.accept(mode, new)
+        return len(self.batch.input_ids)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = self.server.backend.forward(q.flatten(1), k, v, self.server.layers[layer], self.batch)
+        return out.view_as(q)
+
+    def end(self, request: int) -> None:
+        server = self.server
+        server.free += server.owned[request]
+        server.owned[request], server.lengths[request] = [], 0
 
 
 def trees(rows: int, tokens: int) -> Tensor:

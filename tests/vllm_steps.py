@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,7 @@ class Layer:
 
     Attributes:
         batch: vLLM's metadata of the buffers.
+        caches: Those of three layers, of which `kv_cache` is that of this one.
         out: What the last step has written.
     """
 
@@ -108,7 +110,8 @@ class Layer:
         shape = (3, 1 + rows * columns, heads_kv, page, sum(dims))  # layers, blocks, heads, block, content
         order = KVCacheLayout[layout].stride_order
         memory = torch.empty([shape[i] for i in order], dtype=stored, device=device)
-        self.kv_cache = memory.permute([order.index(i) for i in range(5)])[1]
+        self.caches = memory.permute([order.index(i) for i in range(5)])
+        self.kv_cache = self.caches[1]
         widths = heads * dims[0], heads_kv * dims[0], heads_kv * dims[1]
         self.qkv = torch.empty(tokens, sum(widths), dtype=dtype, device=device)
         self.query, self.key, self.value = (
@@ -217,3 +220,66 @@ class Layer:
             options["sinks"] = sinks.double()
         dense = (x.double().transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         return attend(*dense, **options)[0][0].transpose(0, 1)
+
+
+class ServedLayers:
+    """The layers of a model, up to three, with vLLM's batches of its requests, for `greedy_serving`.
+
+    With `graphs`, steps of decodes alone take the metadata of a captured graph, and are padded to its rows.
+    """
+
+    def __init__(self, requests: int, tokens: int, *, graphs: bool, **settings: Any) -> None:
+        self.buffers = Layer(requests, tokens, 1, **settings)
+        self.dtype = self.buffers.out.dtype
+        self.buffers.caches.fill_(math.nan)
+        self.buffers.batch.block_table_tensor.fill_(WILD[0])
+        self.lengths = [0] * requests
+        self.free = (1 + torch.randperm(self.buffers.kv_cache.shape[0] - 1)).tolist()
+        self.owned: list[list[int]] = [[] for _ in range(requests)]
+        self.of_graph = self.buffers.builder.build_for_cudagraph_capture(self.buffers.batch) if graphs else None
+        self.metadata: Any = None
+        self.slots = self.buffers.batch.slot_mapping
+
+    def prepare(self, new: Mapping[int, int]) -> int:
+        batch, page = self.buffers.batch, self.buffers.page
+        slots = []
+        for row, (request, count) in enumerate(new.items()):
+            mine, before = self.owned[request], self.lengths[request]
+            self.lengths[request] += count
+            while len(mine) * page < self.lengths[request]:
+                mine.append(self.free.pop())
+            batch.block_table_tensor[row, : len(mine)] = torch.tensor(mine)
+            slots += [mine[j // page] * page + j % page for j in range(before, self.lengths[request])]
+        rows, tokens = len(new), len(slots)
+        ends = [*accumulate(new.values(), initial=0)]
+        ends += [tokens] * (len(self.lengths) - rows)
+        batch.query_start_loc.copy_(torch.tensor(ends))
+        batch.query_start_loc_cpu.copy_(torch.tensor(ends))
+        batch.seq_lens.zero_()[:rows] = torch.tensor([self.lengths[x] for x in new])
+        batch.slot_mapping.fill_(-1)[:tokens] = torch.tensor(slots)
+        if self.of_graph is not None and tokens == rows:
+            self.metadata, self.slots = self.of_graph, batch.slot_mapping[: len(self.lengths)]
+        else:
+            real = replace(
+                batch,
+                num_reqs=rows,
+                num_actual_tokens=tokens,
+                max_query_len=max(new.values()),
+                max_seq_len=max(self.lengths),
+                query_start_loc=batch.query_start_loc[: rows + 1],
+                query_start_loc_cpu=batch.query_start_loc_cpu[: rows + 1],
+                seq_lens=batch.seq_lens[:rows],
+                block_table_tensor=batch.block_table_tensor[:rows],
+                slot_mapping=batch.slot_mapping[:tokens],
+            )
+            self.metadata, self.slots = self.buffers.builder.build(0, real), real.slot_mapping
+        return len(self.slots)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        of_layer, cache, out = self.buffers.layer, self.buffers.caches[layer], torch.empty_like(q)
+        of_layer.impl.do_kv_cache_update(of_layer, k, v, cache, self.slots)
+        return of_layer.impl.forward(of_layer, q, k, v, cache, self.metadata, output=out)
+
+    def end(self, request: int) -> None:
+        self.free += self.owned[request]
+        self.owned[request], self.lengths[request] = [], 0

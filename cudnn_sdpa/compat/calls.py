@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine import value_checks
-from cudnn_sdpa.engine.tensor_checks import shape_of
+from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.fused.rotary.rope import rope
 from cudnn_sdpa.graph.scalars import is_compiling
@@ -211,13 +211,19 @@ class Cache(NamedTuple):
         return given
 
     def table(self, batch: int) -> Tensor:
-        if self.page_table is not None:
-            if self.cache_batch_idx is not None:
-                instead = f"None: {self.table_name} says which pages a sequence has"
-                raise OptionError("cache_batch_idx", f"a tensor in addition to {self.table_name}", instead)
-            return self.page_table
-        if self.cache_batch_idx is not None:
-            return self.cache_batch_idx.unsqueeze(-1)
+        rows, index = self.page_table, self.cache_batch_idx
+        if rows is not None and index is not None:
+            if self.table_name == "block_table":
+                instead = "None: block_table says which pages a sequence has"
+                raise OptionError("cache_batch_idx", "a tensor in addition to block_table", instead)
+            of_batch: dict[str, Any] = {"dtype": torch.int32, "shape": (batch,), "meaning": "(batch,)"}
+            check_tensor("cache_batch_idx", index, self.k_cache, of="k_cache", **of_batch)
+            value_checks.check_lengths("cache_batch_idx", index, len(rows) - 1, what="rows of page_table")
+            return rows.index_select(0, index)
+        if rows is not None:
+            return rows
+        if index is not None:
+            return index.unsqueeze(-1)
         if self.k_cache.shape[0] < batch:
             raise ShapeError("k_cache", f"a batch of {self.k_cache.shape[0]}", f"{batch}, as q has, or more")
         return torch.arange(batch, dtype=torch.int32, device=self.k_cache.device).unsqueeze(-1)

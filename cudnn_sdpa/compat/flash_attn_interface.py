@@ -248,13 +248,14 @@ def flash_attn_with_kvcache(
     """Attention to a KV cache as FlashAttention-3's function of this name computes it, by the kernels for pages.
 
     Arguments are those of FlashAttention-2's function in `cudnn_sdpa.compat.flash_attn`, where `page_table` is
-    `block_table`, and these: queries may be packed, (T, Hq, D), with `cu_seqlens_q` (B + 1,) int32 and
-    `max_seqlen_q`, and are then not rotated. `rotary_seqlens` (B,) are the positions of the first new tokens, if they
-    are not `cache_seqlens`. A cache may be in FP8 with queries in half precision, which FlashAttention does not have:
-    `k_descale` and `v_descale` are the value of a stored 1, (B, Hkv) float32, the same in all sequences: expanded
-    from (1, Hkv) or one number. `qv`, `q_descale`, `cache_leftpad`, `attention_chunk`, and with k `cu_seqlens_k_new`
-    are refused. `num_splits=1` computes each sequence in the same order whatever the others are; other numbers,
-    `scheduler_metadata`, `pack_gqa` and `sm_margin` are hints without effect.
+    `block_table`, of which `cache_batch_idx` may name the row of each sequence, and these: queries may be packed, (T,
+    Hq, D), with `cu_seqlens_q` (B + 1,) int32 and `max_seqlen_q`, and are then not rotated. `rotary_seqlens` (B,) are
+    the positions of the first new tokens, if they are not `cache_seqlens`. A cache may be in FP8 with queries in half
+    precision, which FlashAttention does not have: `k_descale` and `v_descale` are the value of a stored 1, (B, Hkv)
+    float32, the same in all sequences: expanded from (1, Hkv) or one number. `qv`, `q_descale`, `cache_leftpad`,
+    `attention_chunk`, and with k `cu_seqlens_k_new` are refused. `num_splits=1` computes each sequence in the same
+    order whatever the others are; other numbers, `scheduler_metadata`, `pack_gqa` and `sm_margin` are hints without
+    effect.
 
     Returns:
         The output in the shape of q, with Dv; or it, the LSE (B, Hq, Sq) or (Hq, T), and two empty tensors in place of

@@ -20,7 +20,7 @@ from cudnn_sdpa.errors import ShapeError
 enabled = os.environ.get("CUDNN_SDPA_DEBUG", "").strip().lower() not in ("", "0", "off", "false", "no")
 
 
-def check_lengths(name: str, lengths: Tensor | None, size: int, new: int = 0) -> None:
+def check_lengths(name: str, lengths: Tensor | None, size: int, new: int = 0, *, what: str = "lengths") -> None:
     """Actual sequence lengths must be between 0 and the length of the tensor, with room for the tokens that are new."""
     if lengths is None or not _is_read(lengths):
         return
@@ -28,7 +28,7 @@ def check_lengths(name: str, lengths: Tensor | None, size: int, new: int = 0) ->
     if wrong:
         entry, length = wrong[0]
         room = f", as there is room for {size}, of which {new} are new" if new else ""
-        raise ShapeError(name, f"{length} for batch entry {entry}", f"lengths from 0 to {size - new}{room}")
+        raise ShapeError(name, f"{length} for batch entry {entry}", f"{what} from 0 to {size - new}{room}")
 
 
 def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int, *, from_zero: bool = True) -> None:

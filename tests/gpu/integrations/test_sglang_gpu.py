@@ -58,6 +58,16 @@ def test_drafts_are_verified_with_and_without_a_graph(topk):
         graph.step(new, trees(len(new), tokens) if topk > 1 else None)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_tokens_are_those_of_transformers(graphs):
+    """With attention in float16 in a model in float32, whose tokens it cannot change."""
+    pytest.importorskip("transformers")
+    from greedy_serving import assert_tokens_are_those_of_transformers, on_sglang
+
+    of_gpu = {"device": "cuda", "dtype": torch.float16}
+    assert_tokens_are_those_of_transformers(on_sglang(graphs=graphs, **of_gpu), "cuda")
+
+
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
 def test_nothing_waits_for_the_gpu(mode):
     server = server_of(sliding_window_size=40, has_window_pool=True)

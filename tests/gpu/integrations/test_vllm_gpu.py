@@ -77,6 +77,15 @@ def test_steps(options):
         assert_right(layer, wanted)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_tokens_are_those_of_transformers(graphs):
+    """With attention in float16 in a model in float32, whose tokens it cannot change."""
+    from greedy_serving import assert_tokens_are_those_of_transformers, on_vllm
+
+    of_gpu = {"device": "cuda", "dtype": torch.float16}
+    assert_tokens_are_those_of_transformers(on_vllm(graphs=graphs, **of_gpu), "cuda")
+
+
 def drawn_batch(rows, longest):
     """Past and new tokens of some of the rows: 0 to `longest` new ones, with one who has that many."""
     count = int(torch.randint(1, rows + 1, ()))

@@ -211,6 +211,24 @@ class Cached:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
+def test_rows_of_a_page_table_by_cache_batch_idx():
+    cached, q = Cached(fa3, "pages", 3), random(3, 4, 4, 32)
+    index = torch.tensor([3, 0, 4], dtype=torch.int32)
+    table = torch.full((5, 4), 2**31 - 1, dtype=torch.int32)
+    table[index.long()] = cached.given["page_table"]
+    tokens = dict(zip("kv", cached.new, strict=True))
+    given = {"page_table": table, "cache_batch_idx": index, "cache_seqlens": cached.lengths, **tokens, "causal": True}
+    exact, _ = cached.exact(q, is_causal=True)
+    close(fa3.flash_attn_with_kvcache(q, *cached.cache, **given), exact)
+    for wrong, words in (
+        (index.long(), "int64; expected int32"),
+        (index[:2], r"expected shape \(3,\)"),
+        (index + 1, "5 for batch entry 2; expected rows of page_table from 0 to 4"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^cache_batch_idx: got .*{words}"):
+            fa3.flash_attn_with_kvcache(q, *cached.cache, **{**given, "cache_batch_idx": wrong})
+
+
 CACHES = pytest.mark.parametrize("kind", ["contiguous", "batch index", "pages"])
 
 

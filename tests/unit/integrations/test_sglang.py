@@ -151,6 +151,15 @@ def test_nothing_runs_without_requests():
 
 
 @needs_sglang
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_tokens_are_those_of_transformers(graphs):
+    pytest.importorskip("transformers")
+    from greedy_serving import assert_tokens_are_those_of_transformers, on_sglang
+
+    assert_tokens_are_those_of_transformers(on_sglang(graphs=graphs))
+
+
+@needs_sglang
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

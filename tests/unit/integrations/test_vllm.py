@@ -235,6 +235,14 @@ def test_layers_alike_are_warmed_up_once_and_none_if_it_is_off(backend):
         assert len(keys) == 2 * is_on
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_tokens_are_those_of_transformers(graphs):
+    from greedy_serving import assert_tokens_are_those_of_transformers, on_vllm
+
+    assert_tokens_are_those_of_transformers(on_vllm(graphs=graphs))
+
+
 # What is declined.
 
 
