@@ -270,7 +270,7 @@ def _by_own_kernels(
     if not has_engine:
         kernel, why = OWN, "own kernels: cuDNN has no graph of these gradients"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
-        return given, None, why
+        return given, None, why if kernel == CUDNN else ""
     views = (values, results) if "x" in names else halves(values, results, gradients=is_backward)
     named = dict(zip(names, views[0], strict=True))
     key, why = own.unless_known_wrong(

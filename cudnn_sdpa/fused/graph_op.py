@@ -130,6 +130,9 @@ class GraphFunction(GraphDefinition):
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        if unknown := [name for name in self.read_options if name not in self.options]:
+            expected = f"options alone: {', '.join(self.options) or 'it has none'}"
+            raise OptionError(f"reads of {builder.__name__}", f"keyword-only {', '.join(unknown)}", expected)
         for p in parameters:
             if p.kind is p.POSITIONAL_OR_KEYWORD and p.default not in (p.empty, None):
                 got, hint = f"the default {shown(p.default)}", f"Make {p.name!r} keyword-only."

@@ -52,8 +52,8 @@ __device__ __forceinline__ float sum_of_row(float x, float* sums) {
   _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
     for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
 
-/* A unit of x, or of x plus the residual in float32; rounded for a LayerNorm that may have gradients, which read its
- * mean beside the rounded sum. */
+/* A unit of x, or of x plus the residual in float32. A LayerNorm's is rounded, but in FP8, which has no gradients: those
+ * read its mean beside the rounded sum. */
 struct Summed {
 #if SUM
   float at[UNIT];

@@ -126,11 +126,11 @@ def _normalized(
     x, weight, *_ = tensors
     if residual is not None or activation is not None:
         has_sum, has_activation = separate_steps((*tensors, eps, None, residual), activation)
-        norm = partial(_normalized, rows, eps=eps, zero_centered=zero_centered)
-        if has_sum:
-            total = (x + residual).contiguous()
-            return norm((total, *tensors[1:]), residual=None, activation=activation), total
-        if has_activation:
+        if has_sum or has_activation:
+            norm = partial(_normalized, rows, eps=eps, zero_centered=zero_centered)
+            if has_sum:
+                total = (x + residual).contiguous()
+                return norm((total, *tensors[1:]), residual=None, activation=activation), total
             normalized, activate = norm(tensors, residual=residual, activation=None), ACTIVATIONS[activation]
             return activate(normalized) if residual is None else (activate(normalized[0]), normalized[1])
     shift = 1.0 if zero_centered and weight is not None else None

@@ -477,9 +477,9 @@ def _by_own_kernels(
     has_engine = is_plain and _has_engine(named["x"], named["weight"])
     kernel, why = own.choice("norm", target, results[0].shape, is_backward=is_backward, has_engine=has_engine)
     if not is_plain and (is_backward or kernel == CUDNN):  # the providers may be others than where it was traced
-        kernel, why = OWN, "own kernels: cuDNN has no engine for what is fused"
+        kernel, why = OWN, own.LACKED
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
-        return given, None, why
+        return given, None, why if kernel == CUDNN else ""
     options = {"layer": is_layer, "activation": activation}
     trains = {name: static[name] for name in ("trains",) if name in static}
     key = own.key_of(operation, named, results, options | trains, target=target, device=device)

@@ -36,6 +36,10 @@ DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _SM_OF_FP8 = 89
 
 _WORDS = {OWN: "own kernels", CUDNN: "cuDNN's engines"}
+
+#: Why own kernels serve what nothing else does.
+LACKED = f"{_WORDS[OWN]}: cuDNN has no engine for it, or for some rows like these"
+
 _NUMBER = TensorLayout.contiguous((1,), torch.float32)
 
 
@@ -96,15 +100,14 @@ def choice(
         has_engine: Whether cuDNN surely has an engine for the call.
     """
     row = preference(function, target, shape, is_backward=is_backward)
-    lacked = f"{_WORDS[OWN]}: for some rows like these cuDNN has no engine"
     for name in providers.Setting.names or providers.active():
         if name == OWN or (name == CUDNN and has_engine):
             return name, f"{_WORDS[name]}, by providers({name!r})"
         if name in (DEFAULT, FASTEST):
             if row is not None and (row.kernel == OWN or has_engine):
                 return row.kernel, str(row)
-            return (CUDNN, f"{_WORDS[CUDNN]}: nothing was measured on this GPU") if has_engine else (OWN, lacked)
-    return (OWN, lacked) if may_serve() else (CUDNN, "")
+            return (CUDNN, f"{_WORDS[CUDNN]}: nothing was measured on this GPU") if has_engine else (OWN, LACKED)
+    return (OWN, LACKED) if may_serve() else (CUDNN, "")
 
 
 def unless_known_wrong(key: PlanKey, why: str, *, has_engine: bool) -> tuple[PlanKey | None, str]:

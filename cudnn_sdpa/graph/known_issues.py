@@ -47,8 +47,8 @@ class KnownIssue:
         first: First version with the bug, as a number.
         fixed: First version without it.
         in_capture: Whether only launches into a CUDA graph are affected; these are refused.
-        provider: Whose kernels have it; None is cuDNN. Another provider declines the calls of attention whose plans
-            it concerns, and other plans are refused, whichever table has the row, in all versions of the provider.
+        provider: Whose kernels have it; None is cuDNN. Another provider declines the calls whose plans it concerns,
+            in all its versions, whichever table has the row; they are refused where cuDNN has no engine for them.
     """
 
     bug: str
@@ -483,7 +483,8 @@ def check(key: PlanKey) -> None:
     """Refuses to build a plan that would give wrong results, with every bug that the plan does not avoid."""
     if reasons := reasons_against(key):
         by = f"cuDNN {version_string(key.target.cudnn)}" if key.provider is None else f"kernels of {key.provider!r}"
-        raise UnsupportedError(f"{key.name} with {by}", reasons)
+        suggestion = "" if key.provider is None else 'perhaps another provider, such as providers("cudnn").'
+        raise UnsupportedError(f"{key.name} with {by}", reasons, suggestion)
 
 
 def not_in_capture(key: PlanKey) -> str:

@@ -283,9 +283,14 @@ class _Background:
 
         def run() -> None:
             with relaxed_capture():  # as CUDA unloads a plan's kernels, which another thread's capture would forbid
-                waiting.pop()()
+                if waiting:
+                    waiting.pop()()
 
-        cls.pool.submit(run)
+        try:
+            cls.pool.submit(run)
+        except RuntimeError:  # the pool has it nevertheless, until a thread can start
+            waiting.clear()
+            raise
 
     @classmethod
     def end(cls) -> None:

@@ -198,7 +198,8 @@ def test_definitions_that_cannot_work_are_refused():
     def fine(g, x):
         return g.relu(input=x)
 
-    for name, value in (("auxiliary", -1), ("auxiliary", True), ("keeps_results", "no"), ("shard", {"y": 0})):
+    wrong = (("auxiliary", -1), ("auxiliary", True), ("keeps_results", "no"), ("shard", {"y": 0}))
+    for name, value in (*wrong, ("reads", lambda operands, needs, *, power: needs)):  # noqa: ARG005
         with pytest.raises(OptionError, match=f"{name}( of fine)?: got"):
             graph_op(reference=torch.relu, **{name: value})(fine)
     for builder in (lambda: None, lambda g: g):

@@ -15,6 +15,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -502,9 +503,9 @@ def test_a_plan_that_is_evicted_meanwhile_is_freed_where_others_may_capture(modu
 
 
 def test_a_thread_that_cannot_be_started_leaves_the_plan_to_cudnn(module, device, monkeypatch):
-    """And its calls to C++: Python looks at none of them any more."""
+    """And its calls to C++: Python looks at none of them any more, and what waited for the thread is not done later."""
 
-    def submit(_):
+    def start(_):
         raise RuntimeError("can't start new thread")
 
     for before in (1, 3):  # recordings, then verdicts
@@ -512,12 +513,17 @@ def test_a_thread_that_cannot_be_started_leaves_the_plan_to_cudnn(module, device
         for _ in range(before - 1):
             call.watched()
         with monkeypatch.context() as patch:
-            patch.setattr(recorder._Background.pool, "submit", submit)
+            patch.setattr(recorder._Background, "pool", ThreadPoolExecutor(1))
+            patch.setattr(threading.Thread, "start", start)
             for _ in range(3):
                 call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
         why = "nothing can be recorded in the background: can't start new thread"
         assert str(call.recorder) == f"by cuDNN, because {why}"
         assert not call.recorder.native.is_watched
+        engine = weakref.ref(call.engine)
+        del call
+        gc.collect()
+        assert engine() is None
 
 
 def test_no_garbage_is_collected_while_a_stream_is_captured(module, device, monkeypatch):
