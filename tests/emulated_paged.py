@@ -31,11 +31,10 @@ _ASM = re.compile(r'asm volatile\((?:[^"]|"(?:[^"\\]|\\.)*")*?\);')
 
 @functools.cache
 def _emulated(source: Path, defines: tuple[tuple[str, int], ...]) -> Any:
-    """The library; the compiler's source file is empty, behind a header that has everything."""
-    whole = fake_gpu.BLOCK.read_text() + INSTRUCTIONS.read_text() + as_cpp(source.read_text())
-    options = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", f"-I{fake_gpu.nvrtc.HEADERS}"]
+    text = INSTRUCTIONS.read_text() + as_cpp(source.read_text())
+    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", f"-I{fake_gpu.nvrtc.HEADERS}"]
     options += [f"-D{name}={value}" for name, value in defines]
-    return fake_gpu._library(Path("/dev/null"), whole, options)
+    return fake_gpu._library(source, fake_gpu.BLOCK.read_text(), options, text)
 
 
 class EmulatedPagedKernel(fake_gpu.EmulatedKernel):

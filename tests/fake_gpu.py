@@ -179,20 +179,38 @@ template <class T> static T atomicAdd(T* sum, T more) { T before = *sum; *sum +=
 LIBRARIES = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
 
 
-def _library(source: Path, header: str, options: Sequence[str]) -> ctypes.CDLL:
-    """A kernel compiled as C++ after a header; once for all processes and runs."""
-    read = [source, *sorted(source.parent.glob("*.cuh")), *sorted(nvrtc.HEADERS.glob("*.cuh"))]
-    digest = hashlib.sha256("\0".join([header, *options, *(path.read_text() for path in read)]).encode()).hexdigest()
+def _library(source: Path, header: str, options: Sequence[str], text: str = "") -> ctypes.CDLL:
+    """A kernel, or the text that stands for it, compiled as C++ after a header; once for all processes and runs."""
+    text, read = text or source.read_text(), sorted({*source.parent.glob("*.cuh"), *nvrtc.HEADERS.glob("*.cuh")})
+    read_text = [header, *options, text, *(path.read_text() for path in read)]
+    digest = hashlib.sha256("\0".join(read_text).encode()).hexdigest()
     library = LIBRARIES / f"{source.stem}-{digest[:32]}.so"
     if not library.exists():
-        LIBRARIES.mkdir(parents=True, exist_ok=True)
+        before = _precompiled(header, [x for x in options if not x.startswith("-D")])
         with tempfile.TemporaryDirectory(dir=LIBRARIES) as folder:
-            before, made = Path(folder, "before.h"), Path(folder, "kernel.so")
-            before.write_text(header)
-            command = ["g++", "-x", "c++", "-shared", "-fPIC", "-include", str(before), *options, str(source)]
+            made, kernel = Path(folder, "kernel.so"), Path(folder, "kernel.cpp")
+            kernel.write_text(text)
+            command = ["g++", "-shared", "-fPIC", "-include", str(before), *options, f"-I{source.parent}", str(kernel)]
             subprocess.run([*command, "-o", str(made)], check=True)
             made.replace(library)
     return ctypes.CDLL(str(library))
+
+
+def _precompiled(header: str, options: Sequence[str]) -> Path:
+    """A header beside its compiled form: it takes longer than most kernels behind it."""
+    digest = hashlib.sha256("\0".join([header, *options]).encode()).hexdigest()[:32]
+    place, name = LIBRARIES / digest, "before.h"
+    if not place.exists():
+        LIBRARIES.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=LIBRARIES) as folder:
+            made = Path(folder, digest)
+            made.mkdir()
+            (made / name).write_text(header)
+            command = ["g++", "-x", "c++-header", "-fPIC", *options, str(made / name)]
+            subprocess.run([*command, "-o", str(made / f"{name}.gch")], check=True)
+            with contextlib.suppress(OSError):  # another process was faster
+                made.rename(place)
+    return place / name
 
 
 @functools.cache
@@ -202,7 +220,7 @@ def _compiled(source: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _emulated(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    options = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", f"-I{nvrtc.HEADERS}"]
+    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", f"-I{nvrtc.HEADERS}"]
     return _library(source, BLOCK.read_text(), [*options, *(f"-D{name}={value}" for name, value in defines)])
 
 

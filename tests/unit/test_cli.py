@@ -365,6 +365,7 @@ def save_manifest(path):
 QKV = [f"{name}=1,2,16,64" for name in "qkv"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["compile", "warmup"])
 def test_a_pipe_without_a_writer_is_no_manifest(tmp_path, command):
     os.mkfifo(tmp_path / "pipe")
@@ -374,6 +375,7 @@ def test_a_pipe_without_a_writer_is_no_manifest(tmp_path, command):
     assert (result.returncode, result.stderr[:9]) == (2, "MANIFEST:")
 
 
+@pytest.mark.slow
 def test_a_pipe_without_a_writer_is_no_target(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     arguments = [sys.executable, "-m", "cudnn_sdpa", "explain", "sdpa", *QKV, "--target", str(tmp_path / "pipe")]

@@ -51,6 +51,7 @@ def faults(name: str, seeds: range) -> list[str]:
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", generators.OPERATIONS)
 def test_calls_are_right_or_declined(name):
     found = faults(name, range(COUNTS.get(name, USUAL)))

@@ -24,6 +24,7 @@ def test_medians_are_of_each_stage_and_errors_are_kept(first_call):
     assert first_call.medians([runs[0], {"error": "no kernel"}]) == {"error": "no kernel"}
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_needs_no_installation(first_call, tmp_path):
     found = first_call.in_a_new_process("imports", str(tmp_path), "off")
     assert found.keys() == {"import torch", "import cudnn_sdpa", "cudnn_sdpa.sdpa"}

@@ -11,6 +11,7 @@ from cudnn_sdpa.distributed.local_attention import Part, Span, split_at_diagonal
 METHODS = ("all_gather", "ulysses", "ring")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_values_and_gradients_are_those_of_one_process(ranks, method):
     for made in (cases.dense_cases(method), cases.packed_cases(method, ranks=2)):

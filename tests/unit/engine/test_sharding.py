@@ -564,7 +564,7 @@ def compared(name):
     return [len(CASES[name].results) + len(CASES[name].gradients)] * 2
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_calls_on_dtensors_are_those_on_all(ranks, name):
     """Forward and gradients, placed as they should be, without communication."""

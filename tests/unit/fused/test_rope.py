@@ -132,6 +132,7 @@ def test_gradients_of_heads_without_a_norm_do_not_depend_on_them():
     assert difference(found, wanted) < BOUNDS[torch.float32]
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_all_gpus_supported():
     kernels = []
     on = Kernel.on

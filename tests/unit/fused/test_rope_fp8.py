@@ -109,6 +109,7 @@ def test_a_known_call_reads_other_scales():
             check(given | {name: x * factor for name, x in SCALES.items()})
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_all_gpus_with_fp8():
     kernels = []
     with gpu_on_the_cpu(), pytest.MonkeyPatch.context() as patch:

@@ -44,6 +44,7 @@ def other_process(monkeypatch):
     monkeypatch.setattr(serving, "choices", Choices())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("_store")
 @pytest.mark.parametrize(("is_fastest", "provider"), [(True, "fa4"), (False, "cudnn")])
 def test_a_choice_is_in_the_plan_store(monkeypatch, is_fastest, provider):

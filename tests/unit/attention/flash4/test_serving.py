@@ -123,6 +123,7 @@ def test_packed_calls_are_served_in_both_passes(options):
     assert found.backward.choice.startswith("FlashAttention-4, by providers('fa4', 'cudnn')")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("given", "options", "reason"),
     [
@@ -207,6 +208,7 @@ def test_what_it_lacks_is_cudnns_and_explained(changed, options, reason):
     assert reason in found.choice
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("table", ["ATTENTION_ISSUES", "FUSED_ISSUES"])
 def test_calls_that_meet_a_known_bug_are_another_providers(table, monkeypatch):
     """Also those that it is the fastest at; and no plan that meets one is made."""
@@ -242,6 +244,7 @@ def is_causal_forward(key):
     return key.name == "flash4_forward" and key.option_values["window"] == (None, 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_in_force", [False, True])
 def test_only_the_option_decides_about_deterministic_results(is_in_force):
     """PyTorch's setting is the default of the option alone."""

@@ -61,7 +61,7 @@ def band_of(kind: Kind):
 
 
 @needs_frontend
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KINDS)
 def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):

@@ -155,6 +155,7 @@ def test_calls_that_meet_a_known_bug_are_another_providers(monkeypatch):
         assert explain(sdpa, q, k, v).reasons == [f"cuDNN's frontend: {bug}"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_in_force", [False, True])
 def test_only_the_option_decides_about_deterministic_results(is_in_force):
     """PyTorch's setting is the default of the option alone."""
