@@ -358,6 +358,6 @@ def layer_norm(
 
 
 def created_operands(weight: Tensor | None, bias: Tensor | None) -> list[str]:
-    """What `layer_norm` creates: cuDNN has no engine without weight or bias; the gradient of a bias needs a weight."""
+    """Names of operands to create: cuDNN's engines need weight and bias, and the gradient of a bias needs a weight."""
     names = [name for name, tensor in (("weight", weight), ("bias", bias)) if tensor is None]
     return names if names == ["weight"] or not own.may_serve() else []

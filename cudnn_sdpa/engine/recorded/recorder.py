@@ -278,7 +278,7 @@ class _Background:
 
     @classmethod
     def submit(cls, work: Callable[[], None]) -> None:
-        """Has it done in the background, where what only it has held is freed, too, such as a plan that was evicted."""
+        """The recording thread does the work, and frees what only the work has held, such as an evicted plan."""
         waiting = [work]
 
         def run() -> None:
