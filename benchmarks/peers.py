@@ -81,46 +81,74 @@ class Configuration:
         return [OURS, *pytorchs, V3, V4]
 
 
-def _packed(name: str, total: int, shortest: int, longest: int) -> Configuration:
+def _lengths(total: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Of packed sequences."""
     lengths: list[int] = []
     generator = torch.Generator().manual_seed(0)
     while (missing := total - sum(lengths)) > 0:
         lengths.append(min(missing, int(torch.randint(shortest, longest + 1, (), generator=generator))))
-    return Configuration(name, (32, 8), tuple(lengths), packed=True)
+    return tuple(lengths)
 
 
 GQA, MHA = (32, 8), (16, 16)
 LONG = Configuration("32/8 heads, D=128, causal, 1 × 8,192", GQA, (8192,))
+BATCH = Configuration("32/8 heads, D=128, causal, 4 × 4,096", GQA, (4096,) * 4)
+BIG = Configuration("64/8 heads, D=128, causal, 1 × 8,192", (64, 8), (8192,))
+FULL = Configuration("24 heads, D=128, full, 1 × 4,608", (24, 24), (4608,), causal=False)
+SHORT = Configuration("32/8 heads, D=128, causal, 1 × 512", GQA, (512,))
 WIDE = Configuration("38 heads, D=64, full, 2 × 4,429", (38, 38), (4429,) * 2, dim=64, causal=False)
 WIDEST = Configuration("16/8 heads, D=256, causal, 1 × 8,192", (16, 8), (8192,), dim=256)
+WIDEST_WINDOW = Configuration("16/8 heads, D=256, window 1,024, 1 × 8,192", (16, 8), (8192,), dim=256, left=1023)
 CAPPED = Configuration("16/8 heads, D=256, softcap=50, causal, 1 × 8,192", (16, 8), (8192,), dim=256, softcap=50.0)
 MLA = Configuration("128 heads, D=192, Dv=128, causal, 1 × 4,096", (128, 128), (4096,), dim=192, dim_v=128)
 SINKS = Configuration("64/8 heads, D=64, sinks, causal, 1 × 8,192", (64, 8), (8192,), dim=64, sinks=True)
 NARROW = Configuration("64/8 heads, D=64, sinks, window 128, 1 × 8,192", (64, 8), (8192,), dim=64, sinks=True, left=127)
 WINDOW = Configuration("32/8 heads, D=128, window 4,096, 1 × 16,384", GQA, (16384,), left=4095)
 MANY = Configuration("32/8 heads, D=128, causal, 16 × 1,024", GQA, (1024,) * 16)
-DOCUMENTS = _packed("32/8 heads, D=128, causal, packed: 32,768 tokens of 800 to 8,000", 32768, 800, 8000)
-SENTENCES = _packed("32/8 heads, D=128, causal, packed: 16,384 tokens of 30 to 500", 16384, 30, 500)
+IMAGES = Configuration("16 heads, D=64, full, 64 × 577", MHA, (577,) * 64, dim=64, causal=False)
+OF_DOCUMENTS = _lengths(32768, 800, 8000)
+DOCUMENTS = Configuration(
+    "32/8 heads, D=128, causal, packed: 32,768 tokens of 800 to 8,000", GQA, OF_DOCUMENTS, packed=True
+)
+SENTENCES = Configuration(
+    "32/8 heads, D=128, causal, packed: 16,384 tokens of 30 to 500", GQA, _lengths(16384, 30, 500), packed=True
+)
+NARROW_DOCUMENTS = Configuration(
+    "64/8 heads, D=64, window 128, packed: 32,768 tokens of 800 to 8,000",
+    (64, 8),
+    OF_DOCUMENTS,
+    dim=64,
+    left=127,
+    packed=True,
+)
 
 FORWARD = (
     LONG,
-    Configuration("32/8 heads, D=128, causal, 4 × 4,096", GQA, (4096,) * 4),
+    BATCH,
     Configuration("32/8 heads, D=128, causal, 1 × 32,768", GQA, (32768,)),
-    Configuration("24 heads, D=128, full, 1 × 4,608", (24, 24), (4608,), causal=False),
+    BIG,
+    FULL,
     WIDE,
+    Configuration("12 heads, D=128, full, 1 × 32,760", (12, 12), (32760,), causal=False),
     WIDEST,
+    WIDEST_WINDOW,
     CAPPED,
     MLA,
     SINKS,
     NARROW,
     WINDOW,
     Configuration("32/8 heads, D=128, causal, 2,048 queries on 8,192 keys", GQA, (2048,), keys=8192),
+    Configuration("32/8 heads, D=128, causal, 512 queries on 32,768 keys", GQA, (512,), keys=32768),
     MANY,
     Configuration("32/8 heads, D=128, causal, 8 × 256", GQA, (256,) * 8),
+    SHORT,
     DOCUMENTS,
     SENTENCES,
 )
-TRAINING = (LONG, WIDE, WIDEST, CAPPED, MLA, NARROW, WINDOW, MANY, DOCUMENTS, SENTENCES)
+TRAINING = (
+    *(LONG, BATCH, BIG, FULL, WIDE, WIDEST, WIDEST_WINDOW, CAPPED, MLA, NARROW, WINDOW, MANY, IMAGES, SHORT),
+    *(DOCUMENTS, SENTENCES, NARROW_DOCUMENTS),
+)
 
 
 class Inputs:

@@ -160,7 +160,8 @@ def tensors_look_as_on_a_gpu():
 
 #: What a kernel needs of CUDA where one thread runs it.
 CUDA_FOR_ONE_THREAD = """
-#define __device__ static
+#include <math.h>
+#define __device__
 #define __global__
 struct Place { unsigned x, y, z; };
 static const Place threadIdx = {0, 0, 0}, blockDim = {1, 1, 1};

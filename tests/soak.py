@@ -164,7 +164,10 @@ def calls_of(name: str, device: str) -> Iterator[Call]:
         right = [x.to(device) for x in results]
 
         def run(leaves: dict[str, Tensor] = leaves, *, trains: bool = bool(step)) -> list[Tensor]:
-            return list(example.gradients(leaves).values()) if trains else [example(leaves)]
+            if not trains:
+                return [example(leaves)]
+            found = example.gradients(leaves)
+            return [found[name] for name in example.differentiable]
 
         try:
             run()

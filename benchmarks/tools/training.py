@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.engine.native import build
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.graph.key import PlanKey
@@ -54,6 +58,19 @@ class Empty(torch.autograd.Function):
         """Uninitialized gradients."""
         q, k, v, _out, _lse = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def empty_in_cpp() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same as `Empty` with a node in C++, which is compiled."""
+    sources = Path(__file__).parents[1] / "programs" / "empty_node"
+    path = build.find(sources) or build.compile_module(sources)
+    loader = ExtensionFileLoader("_empty_node", str(path))
+    spec = spec_from_file_location(loader.name, path, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = module.attend
+    return attend
 
 
 class Launches(NamedTuple):
@@ -109,6 +126,7 @@ def training() -> list[Row]:
         **_others(packed=[x[0].transpose(0, 1).contiguous() for x in (q.detach(), k.detach(), v.detach())]),
     }
     parts = {
+        "empty node in C++": step(empty_in_cpp()),
         "empty autograd.Function": step(Empty.apply),
         "  with the launches of both plans": step(functools.partial(_apply, launches)),
         **_parts(q, k, v, grad_out),

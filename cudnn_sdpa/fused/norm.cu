@@ -193,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
 
 #if BACKWARD
 #define KEEPS (ALONE && THREADS <= 512) /* with more, a thread has too few registers to keep parts until the row is summed */
+#define OF_ONE_ROW (ALONE == 1 && ROWS == 1) /* the weight's gradient needs no sum, and is written before the row's is there */
 
 /* A row's normalized numbers and their gradient, of one unit. */
 struct Parts {
@@ -287,6 +288,15 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
         if (LAYER) sum += parts.of_normalized[j];
       }
       if (KEEPS) kept[i] = parts;
+      if (OF_ONE_ROW && WEIGHT) {
+        float of_factor[UNIT];
+#pragma unroll
+        for (int j = 0; j < UNIT; ++j) of_factor[j] = parts.grad[j] * parts.normalized[j];
+        Raw<WDTYPE> found;
+        found.set(of_factor);
+        found.write(a.grad_weight, unit);
+        if (LAYER) found.set(parts.grad), found.write(a.grad_bias, unit);
+      }
     }
     if (OF_ROW > 32 && ALONE != 1 && begin != block * ROWS) __syncthreads(); /* all have read the sums of the row before */
     along = sum_of_row(along, sums) * of_count;
@@ -305,6 +315,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       for (int j = 0; j < UNIT; ++j) {
         const float of_total = TOTAL ? of_x[j] : 0.0f;
         of_x[j] = scale * (parts.of_normalized[j] - parts.normalized[j] * along - sum) + of_total;
+        if (OF_ONE_ROW) continue;
         const float of_factor = parts.grad[j] * parts.normalized[j];
         if (HELD > 0) {
           of_weight[i][j] += of_factor;
@@ -318,7 +329,7 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       found.write(a.out, first + unit);
     }
   } while (ALONE != 1 && (begin += step) < a.rows);
-  if (HELD == 0 || !WEIGHT) return;
+  if (HELD == 0 || !WEIGHT || OF_ONE_ROW) return;
   typedef Dtype<WDTYPE>::element element;
 #pragma unroll
   for (int kind = 0; kind < kinds; ++kind) {

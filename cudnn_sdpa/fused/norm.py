@@ -199,7 +199,8 @@ def rms_norm_fp8(
         zero_centered: Whether the weight is stored minus 1.
 
     Returns:
-        The norm, its scale, its amax if a scale is given (one more small kernel), and the sum with a residual.
+        The norm, its scale, its amax if a scale is given (one more small kernel, unless there is one row), and the sum
+        with a residual.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -239,7 +240,8 @@ def layer_norm_fp8(
         residual: Of x's shape and dtype: added to x first, in the same kernel.
 
     Returns:
-        The norm, its scale, its amax if a scale is given (one more small kernel), and the sum with a residual.
+        The norm, its scale, its amax if a scale is given (one more small kernel, unless there is one row), and the sum
+        with a residual.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -259,7 +261,10 @@ def _in_fp8(results: tuple[Tensor, ...], scale: Tensor | None) -> NormInFp8:
     out, of_rows, *total = results
     amax = None
     if scale is not None:
-        amax = of_rows.sum() if is_empty(of_rows) else of_rows.amax()  # an empty one has no largest value
+        if all(type(size) is int and size == 1 for size in of_rows.shape):
+            amax = of_rows.reshape(())
+        else:
+            amax = of_rows.sum() if is_empty(of_rows) else of_rows.amax()  # an empty one has no largest value
     return NormInFp8(out, of_rows if scale is None else scale, amax, total[0] if total else None)
 
 

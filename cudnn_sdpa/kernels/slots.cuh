@@ -52,3 +52,40 @@ __device__ unsigned to_fp8(float value, unsigned exponent) {
   x.bits += ((bias - 127) << 23) + (1u << (dropped - 1)) - 1 + (x.bits >> dropped & 1);
   return sign | x.bits >> dropped;
 }
+
+/* Two of them, the first in the lower bits; the sign of NaN is any. */
+__device__ inline unsigned to_fp8_pair(float low, float high, unsigned exponent) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  unsigned short pair;
+  if (exponent == 4) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+#else
+  return to_fp8(low, exponent) | to_fp8(high, exponent) << 8;
+#endif
+}
+
+/* Divides by a scale: a product with one over it, and a correction, which take a third of a division's code. A power of 2
+ * before keeps the scale, and one over it, within what float32 holds. */
+struct Divisor {
+  float power, scale, one_over;
+
+  __device__ inline explicit Divisor(float given) {
+    Bits x;
+    x.value = given;
+    const unsigned exponent = x.bits >> 23 & 255u;
+    x.bits = exponent < 254 ? (254 - exponent) << 23 : 1u << 23;
+    power = x.value;
+    scale = exponent < 255 ? given * power : 1.0f; /* infinity and NaN: their reciprocal says all */
+    one_over = 1.0f / (exponent < 255 ? scale : given);
+  }
+
+  __device__ inline float of(float x) const {
+    x *= power;
+    const float near = x * one_over, corrected = fmaf(fmaf(-near, scale, x), one_over, near);
+    return fabsf(near) > 0.0f && fabsf(near) < 1e38f ? corrected : near; /* 0 has its sign; beyond, the largest number */
+  }
+};

@@ -140,12 +140,11 @@ def packed_calls_to_describe() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]
 
     made = [packed_calls.plain(**packed(name)) for name in PACKED]
     options = [{name: getattr(c, name) for name in _PACKED_OPTIONS} for c in made]
-    made += [
-        packed_calls.plain(lengths_q=x.lengths, lengths_kv=x.lengths, heads=x.heads, dims=(x.dim, x.dim), same=True)
-        for x in providers.FORWARD
-        if x.packed
-    ]
-    options += [{"is_causal": True}] * (len(made) - len(options))
+    for x in (x for x in (*providers.FORWARD, *providers.TRAINING) if x.packed):
+        made.append(
+            packed_calls.plain(lengths_q=x.lengths, lengths_kv=x.lengths, heads=x.heads, dims=(x.dim, x.dim), same=True)
+        )
+        options.append({"is_causal": True, "window_size": None if x.left is None else (x.left, 0)})
     for (c, more), trains, return_lse in itertools.product(
         zip(made, options, strict=True), (False, True), (False, True)
     ):

@@ -235,18 +235,20 @@ __device__ float to_float(unsigned bits, int is_bfloat16) {
 /* Some elements of a head: 16 bytes if they are wide, otherwise one. */
 __device__ void append_part(const Append& a, const Move& move, const char* from, char* to, unsigned head, int is_wide) {
   if (a.fp8) {
-    float scale = move.scale ? move.scale[head * move.scale_step] : 1.0f;
+    const Divisor scale(move.scale ? move.scale[head * move.scale_step] : 1.0f);
     if (!is_wide) {
-      *to = (char)to_fp8(to_float(*(const unsigned short*)from, (int)a.is_bfloat16) / scale, (unsigned)a.fp8);
+      float value = scale.of(to_float(*(const unsigned short*)from, (int)a.is_bfloat16));
+      *to = (char)to_fp8_pair(value, value, (unsigned)a.fp8);
       return;
     }
     uint4 values = *(const uint4*)from;
     unsigned words[4] = {values.x, values.y, values.z, values.w};
     unsigned long long made = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float value = to_float(words[i / 2] >> 16 * (i % 2) & 0xffffu, (int)a.is_bfloat16);
-      made |= (unsigned long long)to_fp8(value / scale, (unsigned)a.fp8) << 8 * i;
+    for (int i = 0; i < 4; ++i) {
+      float low = scale.of(to_float(words[i] & 0xffffu, (int)a.is_bfloat16));
+      float high = scale.of(to_float(words[i] >> 16, (int)a.is_bfloat16));
+      made |= (unsigned long long)to_fp8_pair(low, high, (unsigned)a.fp8) << 16 * i;
     }
     *(unsigned long long*)to = made;
   } else if (is_wide) {

@@ -116,13 +116,17 @@ struct RawPairs {
 
 #if FP8 && APPEND
 /* Divided by the scale; in pages, which may begin anywhere. */
-__device__ __forceinline__ void write_to_page(void* base, number unit, const float (&x)[UNIT], float scale) {
+__device__ __forceinline__ void write_to_page(void* base, number unit, const float (&x)[UNIT], const Divisor& scale) {
   union {
     Word<UNIT>::type word;
     unsigned char at[UNIT];
   };
 #pragma unroll
-  for (int j = 0; j < UNIT; ++j) at[j] = (unsigned char)to_fp8(x[j] / scale, FP8);
+  for (int j = 0; j < UNIT; j += 2) {
+    const int next = j + 1 < UNIT ? j + 1 : j;
+    const unsigned pair = to_fp8_pair(scale.of(x[j]), scale.of(x[next]), FP8);
+    at[next] = (unsigned char)(pair >> 8), at[j] = (unsigned char)pair;
+  }
   if ((number)base % UNIT) {
     for (int j = 0; j < UNIT; ++j) store((unsigned char*)base + unit * UNIT + j, at[j]);
   } else {
@@ -265,7 +269,7 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
                             : page * to.batch + (place - page * a.page_size) * to.token + of_kind * to.head;
 #if FP8
     const float* const scales = is_v ? a.v_scale : a.k_scale;
-    const float of_page = is_q || !scales ? 1.0f : load(scales + of_kind * (is_v ? a.v_scale_step : a.k_scale_step));
+    const Divisor of_page(is_q || !scales ? 1.0f : load(scales + of_kind * (is_v ? a.v_scale_step : a.k_scale_step)));
 #endif
 #else
     const Heads to = heads_of(is_q, a.out_q, a.out_k);
