@@ -29,6 +29,10 @@ from cudnn_sdpa.plans.providers import CUDNN, FLASH4
 TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
 DECODE, CHUNKS, PROVIDERS = "decode-h100", "decode-flash4-h200", "providers-h100"
+
+#: Has calls that the other file lacks.
+MORE = "providers-h200"
+
 #: Files of the other functions, and the parts of these.
 FUSED = {
     "norms": ("fused-norms-h200", "norms"),
@@ -54,12 +58,13 @@ Row = dict[str, Any]
 
 def render(text: str) -> str:
     """The table, whose ranges are those of `text`."""
-    decode, chunks, of_providers = measured(DECODE), measured(CHUNKS), measured(PROVIDERS)
+    decode, chunks, of_providers, more = (measured(x) for x in (DECODE, CHUNKS, PROVIDERS, MORE))
     paged = rows_for_pages(json.loads(text)["sdpa_paged"]["rows"], decode)
     sections = [
         _section("sdpa_paged", DECODE, decode, paged),
         _section("sdpa_paged_varlen", CHUNKS, chunks, rows_for_chunks(chunks)),
-        _section("sdpa", PROVIDERS, of_providers, rows(of_providers)),
+        _section("sdpa", PROVIDERS, of_providers, list((known := rows(of_providers)).values())),
+        _section("sdpa_more", MORE, more, [row for call, row in rows(more).items() if call not in known]),
         *(
             _section(function, name, data, rows_of_fused(json.loads(text)[function]["rows"], data[part]))
             for function, (name, part) in FUSED.items()
@@ -110,14 +115,15 @@ def rows_of_fused(choices: list[Row], measured_rows: list[Row]) -> list[Row]:
     return [row | {name: of_call(name, calls[row["of"]]) for name in row if name.endswith("_us")} for row in choices]
 
 
-def rows(data: Row) -> list[Row]:
+def rows(data: Row) -> dict[tuple[bool, str], Row]:
+    """By pass and call."""
     found: dict[tuple[bool, str], Row] = {}
     for part, (is_backward, configurations) in PARTS.items():
         calls = {each.name: each for each in configurations}
         for row in data.get(part, []):
             if all(isinstance(row[f"{name} µs"], float) for name in (CUDNN, FLASH4)):
                 found[is_backward, row["call"]] = _row(calls[row["call"]], row, is_backward=is_backward)
-    return list(found.values())
+    return found
 
 
 def _row(call: Configuration, row: Row, *, is_backward: bool) -> Row:

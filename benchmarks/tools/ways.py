@@ -15,7 +15,7 @@ from cudnn_sdpa.plans.cache import plan_cache
 PATIENCE = 180.0
 
 #: Maximum number of seconds that a plan may take to be recorded.
-RECORDING_SECONDS = 5.0
+RECORDING_SECONDS = 15.0
 
 
 def wait_for_native_calls() -> bool:

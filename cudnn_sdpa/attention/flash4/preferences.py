@@ -49,7 +49,7 @@ class Configuration(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A row: times in microseconds, and the benchmark's call that took them."""
+    """A row: times in microseconds, the benchmark's call that took them, and the section of the table."""
 
     configuration: Configuration
     queries: int
@@ -58,10 +58,11 @@ class Preference(NamedTuple):
     fa4_us: float
     cudnn_us: float
     of: str
+    section: str = "sdpa"
 
     def __str__(self) -> str:
         times = f"measured {self.fa4_us:.0f} µs, cuDNN's engines {self.cudnn_us:.0f} µs"
-        return f"{times} ({self.of}, on an {gpu_of('sdpa')}; preferences.json)"
+        return f"{times} ({self.of}, on an {gpu_of(self.section)}; preferences.json)"
 
     @property
     def prefers_flash4(self) -> bool:
@@ -97,9 +98,10 @@ def preferences_for_pages() -> list[PagesPreference]:
 def preferences() -> dict[Configuration, list[Preference]]:
     """All rows, by configuration."""
     found: dict[Configuration, list[Preference]] = {}
-    for row in rows_of("sdpa"):
-        configuration = Configuration(**{name: row.pop(name) for name in Configuration._fields})
-        found.setdefault(configuration, []).append(Preference(configuration, **row))
+    for section in ("sdpa", "sdpa_more"):
+        for row in rows_of(section):
+            configuration = Configuration(**{name: row.pop(name) for name in Configuration._fields})
+            found.setdefault(configuration, []).append(Preference(configuration, **row, section=section))
     return found
 
 
