@@ -314,6 +314,7 @@ def as_xformers(device: str) -> None:
     """xFormers with our functions whatever the operator is: its biases and references are its own."""
     if importlib.util.find_spec("scipy") is None:
         sys.meta_path.insert(0, Finder("scipy"))
+    sys.modules.setdefault("flash_attn", None)  # type: ignore[arg-type]  # xFormers takes flash-attn-4's for version 2
     import xformers.ops as theirs
 
     fmha = theirs.fmha

@@ -120,6 +120,7 @@ def fresh_cache():
 _outcomes: Counter[str] = Counter()
 _skips: Counter[str] = Counter()
 _not_run: set[str] = set()
+_failed: set[str] = set()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -139,6 +140,8 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         _outcomes[report.outcome] += 1
+    if report.failed:
+        _failed.add(report.nodeid)
     if report.skipped:
         _skips[str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
 
@@ -161,6 +164,7 @@ def pytest_sessionfinish() -> None:
         },
         "counts": dict(_outcomes),
         "skips": dict(_skips),
+        "failed": sorted(_failed),
         "not run": sorted(_not_run),  # empty unless the run was interrupted
     }
     Path(path).write_text(json.dumps(report, indent=2) + "\n")

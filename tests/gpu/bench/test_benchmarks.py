@@ -30,7 +30,6 @@ from benchmarks.tools.parts import (
     ReplacementsPart,
     SiluPart,
 )
-from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.flash4.installed import installed
 
 

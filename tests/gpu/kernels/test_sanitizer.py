@@ -43,7 +43,7 @@ def outputs(store: Path, tool: str | None = None, program: Path = PROGRAM) -> li
     """Runs all calls, in processes side by side; gives what they print."""
     running = [start(store, f"{part}/{PARTS}", tool, program) for part in range(PARTS)]
     try:
-        found = [process.communicate(timeout=300)[0] for process in running]
+        found = [process.communicate(timeout=500)[0] for process in running]
     finally:
         for process in running:
             process.kill()
