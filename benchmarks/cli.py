@@ -321,6 +321,7 @@ def bench_providers(
         ProvidersPart.BACKWARD_LENGTHS: ("Backward pass by length", providers.backward_lengths),
         ProvidersPart.LARGE: ("Forward pass with large head dims", providers.large),
         ProvidersPart.HOST: (f"CPU time of one warm call: {providers.SMALL.label}", providers.host),
+        ProvidersPart.FIRST_CALLS: ("First calls of kinds that the plan store has, median", providers.first_calls),
     }
     chosen = {chosen.value: measures[chosen] for chosen in part or list(ProvidersPart)}
     _measure("providers", chosen, output, stores=True)

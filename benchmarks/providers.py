@@ -7,6 +7,7 @@ kind, or read from the plan store.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.peers import Configuration, Inputs
+from benchmarks.tools import processes
 from benchmarks.tools.candidates import NOTHING, Timed, ratio, served_by
 from benchmarks.tools.cases import Shape
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import host_times
 from benchmarks.tools.ways import wait_for_native_calls
 from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.providers import CUDNN, FASTEST, FLASH4, FRONTEND, Provider, providers
 
@@ -60,6 +63,9 @@ LARGE = (
     Configuration("16/2 heads, D=512, causal, 2,048 queries on 8,192 keys", (16, 2), (2048,), keys=8192, dim=512),
     Configuration("32/8 heads, D=320, causal, 1 × 4,096", (32, 8), (4096,), dim=320),
 )
+
+#: Processes whose first calls are measured.
+PROCESSES = 5
 
 #: Where the host's time shows: a call whose kernel is short.
 SMALL = Shape(batch=1, heads_q=8, heads_kv=2, length=128, dim=128, causal=True)
@@ -116,6 +122,26 @@ def host() -> list[Row]:
                     best[name][provider] = min(best[name][provider], found)
     return [
         {"call": name, **{f"{x} µs": times[x] for x in PROVIDERS}, **_ratios(times)} for name, times in best.items()
+    ]
+
+
+def first_calls() -> list[Row]:
+    """Time until the GPU is done with a first call of a kind that the plan store has, in new processes."""
+    store = default_store.active()
+    if store is None:
+        raise RuntimeError(f"the plan store is off; {default_store.VARIABLE} can name one")
+    run = partial(processes.run_module, "benchmarks.programs.first_call", FLASH4, store=str(store.folder))
+    run()  # compiles what is missing
+    measured = [run() for _ in track(range(PROCESSES), "first calls", transient=True)]
+    return [
+        {
+            "kind": kind,
+            "first call ms": statistics.median(times[kind]["first"] for times in measured),
+            "worst ms": max(times[kind]["first"] for times in measured),
+            "another shape ms": statistics.median(times[kind]["another"] for times in measured),
+            "processes": PROCESSES,
+        }
+        for kind in measured[0]
     ]
 
 

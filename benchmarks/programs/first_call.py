@@ -4,6 +4,7 @@
     python -m benchmarks.programs.first_call pytorch
     python -m benchmarks.programs.first_call record plans.json
     python -m benchmarks.programs.first_call warmup plans.json
+    python -m benchmarks.programs.first_call fa4
 
 The environment variable CUDNN_SDPA_PLAN_DIR sets their plan store.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from cudnn_sdpa.graph import handles, target
 from cudnn_sdpa.offline.warmup import warmup
 from cudnn_sdpa.planning.record import record_plans
 from cudnn_sdpa.plans.cache import no_plan_builds, plan_cache
+from cudnn_sdpa.plans.providers import FLASH4, providers
 from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,6 +39,14 @@ SHAPES = (
     Shape(batch=2, heads_q=8, heads_kv=8, length=512, dim=128, causal=True),
     Shape(batch=2, heads_q=8, heads_kv=8, length=640, dim=128, causal=True),
 )
+
+#: Calls of kinds that FlashAttention-4's kernels are compiled for: shapes, and options. The first loads what all need.
+KINDS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "the first of a process: D=128, causal": (Shape(1, 32, 8, 512, 128, causal=True), {"is_causal": True}),
+    "D=128, window": (Shape(1, 32, 8, 512, 128, causal=True), {"is_causal": True, "window_size": (100, 0)}),
+    "D=64, full": (Shape(1, 8, 8, 512, 64, causal=False), {}),
+    "D=256, causal": (Shape(1, 16, 8, 512, 256, causal=True), {"is_causal": True}),
+}
 
 #: Lengths of the calls of a manifest, one plan each.
 LENGTHS = range(100, 300)
@@ -71,6 +82,25 @@ def first_calls_of_pytorch() -> dict[str, list[dict[str, float]]]:
     torch.ops.aten.cudnn_batch_norm(plane, ones, ones, None, None, True, 0.1, 1e-5)  # creates PyTorch's handle
     with peers.only("pytorch cudnn"):
         return {"calls": _timed_calls(lambda q, k, v: peers.pytorch(q, k, v, is_causal=True)())}
+
+
+def first_calls_of_flash4() -> dict[str, dict[str, float]]:
+    """Milliseconds of the first call of a kind of FlashAttention-4's kernels, and of a new shape of it."""
+    start_cuda()
+    start_library()
+    found = {}
+    with torch.no_grad(), providers(FLASH4):
+        for kind, (shape, options) in KINDS.items():
+            times = []
+            for length in (shape.length, shape.length + 64):
+                qkv = shape._replace(length=length).tensors()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                sdpa(*qkv, **options)
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - start) * 1e3)
+            found[kind] = dict(zip(("first", "another"), times, strict=True))
+    return found
 
 
 def record(path: str) -> dict[str, float]:
@@ -138,6 +168,7 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> 
 RUNS: dict[str, Callable[..., object]] = {
     "sdpa": first_calls_of_sdpa,
     "pytorch": first_calls_of_pytorch,
+    "fa4": first_calls_of_flash4,
     "record": record,
     "warmup": warm_up,
 }

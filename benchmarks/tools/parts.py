@@ -130,6 +130,7 @@ class ProvidersPart(str, Enum):
     BACKWARD_LENGTHS = "backward_lengths"
     LARGE = "large"
     HOST = "host"
+    FIRST_CALLS = "first_calls"
 
 
 class ReplacementsPart(str, Enum):
