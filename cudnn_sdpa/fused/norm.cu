@@ -161,12 +161,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
 #endif
   const float scale = rsqrt_fast(sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums) * of_count + float_of(a.eps));
 #if FP8
-  float most = 0.0f;
+  float most = 0.0f, kept[KEPT][UNIT]; /* in the registers of the row and the weight */
   FOR_UNITS(i, unit) {
-    float x[UNIT];
-    result_of(a, held[i], weights[i], first, unit, mean, scale, x);
+    result_of(a, held[i], weights[i], first, unit, mean, scale, kept[i]);
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) most = Largest::of(most, fabsf(x[j]));
+    for (int j = 0; j < UNIT; ++j) most = Largest::of(most, fabsf(kept[i][j]));
   }
   most = over_threads<Largest, OF_ROW>(most, sums + (1 + LAYER) * (THREADS / 32));
   const float least = 7.888609052210118e-31f, of_row = most * (1.0f / 448.0f); /* 2^-100: one over it is finite */
@@ -179,11 +178,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   if (lane == 0) store(a.of_rows + row, FP8 == 2 ? most : used);
 #endif
   FOR_UNITS(i, unit) {
+#if FP8
+    if (HELD == 0) result_of(a, held[i], weights[i], first, unit, mean, scale, kept[i]);
+    write_fp8(a.out, first + unit, kept[i], one_over);
+#else
     float x[UNIT];
     result_of(a, held[i], weights[i], first, unit, mean, scale, x);
-#if FP8
-    write_fp8(a.out, first + unit, x, one_over);
-#else
     Raw<DTYPE> out;
     out.set(x);
     out.write(a.out, first + unit);
