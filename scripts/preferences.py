@@ -64,7 +64,7 @@ def render(text: str) -> str:
         _section("sdpa_paged", DECODE, decode, paged),
         _section("sdpa_paged_varlen", CHUNKS, chunks, rows_for_chunks(chunks)),
         _section("sdpa", PROVIDERS, of_providers, list((known := rows(of_providers)).values())),
-        _section("sdpa_more", MORE, more, [row for call, row in rows(more).items() if call not in known]),
+        _section("sdpa_h200", MORE, more, [row for call, row in rows(more).items() if call not in known]),
         *(
             _section(function, name, data, rows_of_fused(json.loads(text)[function]["rows"], data[part]))
             for function, (name, part) in FUSED.items()

@@ -33,7 +33,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "quick: what `make test` runs (the default); rest: what it leaves out; all: both"
     parser.addoption("--tests", choices=["quick", "rest", "all"], default="quick", help=help_)
-    help_ = "1/2: the first of two shards of the tests, chosen by a hash of their names; all parametrizations in one"
+    help_ = "1/2: the first of two shards of the tests, chosen by a hash of their names"
     parser.addoption("--shard", type=shard_of, default=(1, 1), metavar="NUMBER/COUNT", help=help_)
 
 

@@ -28,9 +28,12 @@ def spread(test: str, calls: Sequence[Any], number: int) -> Iterator[Any]:
 
 
 def is_of_shard(node_id: str, shard: tuple[int, int]) -> bool:
-    """Whether a test is of a shard (number from 1, count), with all its parametrizations, which share fixtures."""
+    """Whether a parametrization is of a shard (number from 1, count).
+
+    Those of one test are in all shards: some tests have hundreds of long ones.
+    """
     number, count = shard
-    return hash_of(node_id.partition("[")[0]) % count == number - 1
+    return hash_of(node_id) % count == number - 1
 
 
 def shard_of(text: str) -> tuple[int, int]:

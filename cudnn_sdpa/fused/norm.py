@@ -28,7 +28,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     rms_norm_fp8_rows,
     rms_norm_rows,
 )
-from cudnn_sdpa.graph.scalars import is_compiling, is_empty
+from cudnn_sdpa.graph.scalars import is_compiling, is_empty, is_known
 
 
 @overload
@@ -261,7 +261,7 @@ def _in_fp8(results: tuple[Tensor, ...], scale: Tensor | None) -> NormInFp8:
     out, of_rows, *total = results
     amax = None
     if scale is not None:
-        if all(type(size) is int and size == 1 for size in of_rows.shape):
+        if all(is_known(size == 1) for size in of_rows.shape):
             amax = of_rows.reshape(())
         else:
             amax = of_rows.sum() if is_empty(of_rows) else of_rows.amax()  # an empty one has no largest value

@@ -79,13 +79,13 @@ struct Divisor {
     const unsigned exponent = x.bits >> 23 & 255u;
     x.bits = exponent < 254 ? (254 - exponent) << 23 : 1u << 23;
     power = x.value;
-    scale = exponent < 255 ? given * power : 1.0f; /* infinity and NaN: their reciprocal says all */
+    scale = exponent < 255 ? given * power : 1.0f; /* a product with one over infinity or NaN is the quotient */
     one_over = 1.0f / (exponent < 255 ? scale : given);
   }
 
   __device__ inline float of(float x) const {
     x *= power;
     const float near = x * one_over, corrected = fmaf(fmaf(-near, scale, x), one_over, near);
-    return fabsf(near) > 0.0f && fabsf(near) < 1e38f ? corrected : near; /* 0 has its sign; beyond, the largest number */
+    return fabsf(near) > 0.0f && fabsf(near) < 1e38f ? corrected : near; /* keeps the sign of 0; larger quotients saturate anyway */
   }
 };

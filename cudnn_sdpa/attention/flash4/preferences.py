@@ -29,6 +29,9 @@ AT_MOST = 0.98
 #: How far lengths, and numbers of tokens, may be from those of a row.
 LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
 
+#: Fewer tokens may not fill the GPU, so that twice as many need not take twice as long: they are as near as lengths.
+FEW_TOKENS = 2048
+
 _Dense = ForwardSpec | BackwardSpec | PackedForward | PackedBackward
 Spec = _Dense | PagedForward
 
@@ -98,7 +101,7 @@ def preferences_for_pages() -> list[PagesPreference]:
 def preferences() -> dict[Configuration, list[Preference]]:
     """All rows, by configuration."""
     found: dict[Configuration, list[Preference]] = {}
-    for section in ("sdpa", "sdpa_more"):
+    for section in ("sdpa", "sdpa_h200"):
         for row in rows_of(section):
             configuration = Configuration(**{name: row.pop(name) for name in Configuration._fields})
             found.setdefault(configuration, []).append(Preference(configuration, **row, section=section))
@@ -118,7 +121,7 @@ def preference_of(spec: Spec, target: Target) -> Preference | PagesPreference | 
         for row in rows
         if _is_within(LENGTH_FACTOR, queries, row.queries)
         and _is_within(LENGTH_FACTOR, keys, row.keys)
-        and _is_within(TOKEN_FACTOR, tokens, row.tokens)
+        and _is_within(TOKEN_FACTOR if row.tokens >= FEW_TOKENS else LENGTH_FACTOR, tokens, row.tokens)
     ]
     return min(near, key=lambda row: abs(row.tokens - tokens), default=None)
 

@@ -10,7 +10,7 @@ import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_paged
 from cudnn_sdpa.graph.backend import is_repeatable
 
-#: A provider serves deterministic calls if so many runs give the same bits.
+#: Runs that must give the same bits.
 RUNS = 1000
 BATCH, LENGTH, DIM = 2, 1100, 64  # many tiles of keys are summed into one tile of query gradients
 

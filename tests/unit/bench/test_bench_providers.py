@@ -69,7 +69,7 @@ def test_rows_of_measurements_are_made_of_it(monkeypatch, repository):
     measured["forward"][0] |= {"cudnn µs": 7.25, "fa4 µs": 3.125}
     measured["backward"][1]["fa4 µs"] = "–"  # was not measured, or wrong
     table = json.loads(json.dumps(list(script.rows(measured).values())))
-    sections = {"sdpa": [{**row, "dims": tuple(row["dims"])} for row in table], "sdpa_more": []}
+    sections = {"sdpa": [{**row, "dims": tuple(row["dims"])} for row in table], "sdpa_h200": []}
     monkeypatch.setattr(preferences, "rows_of", lambda section: [dict(row) for row in sections[section]])
     preferences.preferences.cache_clear()
     try:

@@ -153,3 +153,15 @@ def test_gradients_are_refused_in_the_functions_name():
         report = explain(function, *given)
         assert not report.supported
         assert "an operand requires grad, and it is for inference" in report.reasons
+
+
+@pytest.mark.parametrize("function", [rms_norm_fp8, layer_norm_fp8])
+def test_an_unknown_number_of_rows_compiles(function):
+    compiled, scale = torch.compile(function, backend="aot_eager", fullgraph=True), torch.tensor([0.01])
+    torch._dynamo.reset()
+    for rows in (1, 3, 2):
+        x = torch.randn(rows, 48)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        found = compiled(x, scale=scale)
+        assert found.amax.shape == ()
+        torch.testing.assert_close(found.amax, function(x, scale=scale).amax)

@@ -337,6 +337,12 @@ def test_by_default_it_serves_nothing(monkeypatch):
         assert explain(sdpa, *tensors(), is_causal=True).choice == ""
 
 
+def the_fastest(batch, length, *, is_causal):
+    q, k, v = (torch.empty(batch, h, length, 128, dtype=torch.bfloat16, device="meta") for h in (8, 2, 2))
+    with providers("fastest"):
+        return explain(sdpa, q, k, v, is_causal=is_causal)
+
+
 def test_the_fastest_is_what_was_measured(monkeypatch):
     call = Configuration(90, False, (128, 128), CAUSAL, False, False, True, False)
     rows = [
@@ -345,12 +351,30 @@ def test_the_fastest_is_what_was_measured(monkeypatch):
     ]
     monkeypatch.setattr(preferences, "preferences", lambda: {call: rows})
     for length, provider in ((4096, "fa4"), (3000, "fa4"), (512, "cudnn"), (1500, "cudnn"), (20000, "cudnn")):
-        q, k, v = (torch.empty(4, h, length, 128, dtype=torch.bfloat16, device="meta") for h in (8, 2, 2))
-        with providers("fastest"):
-            found = explain(sdpa, q, k, v, is_causal=True)
-            assert found.provider == provider, length
-            assert ("measured" in found.choice) is (length in (4096, 3000, 512)), found.choice
-            assert explain(sdpa, q, k, v).provider == "cudnn"
+        found = the_fastest(4, length, is_causal=True)
+        assert found.provider == provider, length
+        assert ("measured" in found.choice) is (length in (4096, 3000, 512)), found.choice
+        assert the_fastest(4, length, is_causal=False).provider == "cudnn"
+
+
+def test_a_row_of_few_tokens_is_for_no_larger_batch(monkeypatch):
+    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True, False)
+    rows = [
+        Preference(call, 512, 512, 512, 80.0, 100.0, "1 × 512"),
+        Preference(call, 4096, 4096, 4096, 80.0, 100.0, "1 × 4,096"),
+    ]
+    monkeypatch.setattr(preferences, "preferences", lambda: {call: rows})
+    chosen = {
+        (batch, length): the_fastest(batch, length, is_causal=True).provider
+        for batch in (1, 2, 4)
+        for length in (512, 4096)
+    }
+    assert {call for call, provider in chosen.items() if provider == "fa4"} == {
+        (1, 512),
+        (1, 4096),
+        (2, 4096),
+        (4, 4096),
+    }
 
 
 def test_rows_say_on_which_gpu_they_were_measured():
