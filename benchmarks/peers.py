@@ -82,7 +82,7 @@ class Configuration:
 
 
 def _lengths(total: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Of packed sequences."""
+    """Random lengths of packed sequences, whose sum is `total`."""
     lengths: list[int] = []
     generator = torch.Generator().manual_seed(0)
     while (missing := total - sum(lengths)) > 0:

@@ -116,7 +116,7 @@ def rows_of_fused(choices: list[Row], measured_rows: list[Row]) -> list[Row]:
 
 
 def rows(data: Row) -> dict[tuple[bool, str], Row]:
-    """By pass and call."""
+    """The rows of a file for `sdpa`, by pass and call."""
     found: dict[tuple[bool, str], Row] = {}
     for part, (is_backward, configurations) in PARTS.items():
         calls = {each.name: each for each in configurations}

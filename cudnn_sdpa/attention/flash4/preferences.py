@@ -29,7 +29,7 @@ AT_MOST = 0.98
 #: How far lengths, and numbers of tokens, may be from those of a row.
 LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
 
-#: Fewer tokens may not fill the GPU, so that twice as many need not take twice as long: they are as near as lengths.
+#: Fewer tokens may not fill the GPU, and say nothing of larger batches: LENGTH_FACTOR bounds the tokens of such rows.
 FEW_TOKENS = 2048
 
 _Dense = ForwardSpec | BackwardSpec | PackedForward | PackedBackward

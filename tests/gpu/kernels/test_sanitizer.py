@@ -6,6 +6,7 @@ There is no access beyond a tensor; own kernels have no race, and read nothing t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,8 +82,11 @@ def test_other_kernels_have_no_error(program, tmp_path):
 def test_recorded_launches_have_no_error(tmp_path):
     """The kernels are cuDNN's, whose races are not looked for. Plans are built first."""
     outputs(tmp_path, program=RECORDED)
+    recorded = 0
     for text in outputs(tmp_path, "memcheck", program=RECORDED):
         assert "SUMMARY: 0 " in text, text[-6000:]
+        recorded += int(re.search(r"(\d+) plans were launched as recorded", text)[1])
+    assert recorded > 10
 
 
 def test_the_tool_notices_what_is_wrong(tmp_path):
