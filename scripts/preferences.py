@@ -30,8 +30,8 @@ TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
 DECODE, CHUNKS, PROVIDERS = "decode-h100", "decode-flash4-h200", "providers-h100"
 
-#: Has calls that the other file lacks.
-MORE = "providers-h200"
+#: The same calls on another GPU, and more.
+OTHER_GPU = "providers-h200"
 
 #: Files of the other functions, and the parts of these.
 FUSED = {
@@ -58,13 +58,13 @@ Row = dict[str, Any]
 
 def render(text: str) -> str:
     """The table, whose ranges are those of `text`."""
-    decode, chunks, of_providers, more = (measured(x) for x in (DECODE, CHUNKS, PROVIDERS, MORE))
+    decode, chunks, of_providers, other = (measured(x) for x in (DECODE, CHUNKS, PROVIDERS, OTHER_GPU))
     paged = rows_for_pages(json.loads(text)["sdpa_paged"]["rows"], decode)
     sections = [
         _section("sdpa_paged", DECODE, decode, paged),
         _section("sdpa_paged_varlen", CHUNKS, chunks, rows_for_chunks(chunks)),
-        _section("sdpa", PROVIDERS, of_providers, list((known := rows(of_providers)).values())),
-        _section("sdpa_h200", MORE, more, [row for call, row in rows(more).items() if call not in known]),
+        _section("sdpa", PROVIDERS, of_providers, list(rows(of_providers).values())),
+        _section("sdpa_h200", OTHER_GPU, other, list(rows(other).values())),
         *(
             _section(function, name, data, rows_of_fused(json.loads(text)[function]["rows"], data[part]))
             for function, (name, part) in FUSED.items()

@@ -2,7 +2,8 @@
 
 The table has a row for each call of `benchmarks providers`. A row is
 for calls of the same pass, head dims, kind of mask and options, whose lengths (of packed sequences the mean) and number
-of tokens are within a factor of what was measured. Without a row, cuDNN serves a call.
+of tokens are within a factor of what was measured. Rows that were measured on the call's GPU go before others'. Without
+a row, cuDNN serves a call.
 
 Calls on pages have rows of their own, of steps of `benchmarks decode`. A row is for causal calls of the same head dims,
 whose sequences have as many new tokens, in the mean, or more: numbers of keys are data.
@@ -65,7 +66,11 @@ class Preference(NamedTuple):
 
     def __str__(self) -> str:
         times = f"measured {self.fa4_us:.0f} µs, cuDNN's engines {self.cudnn_us:.0f} µs"
-        return f"{times} ({self.of}, on an {gpu_of(self.section)}; preferences.json)"
+        return f"{times} ({self.of}, on an {self.gpu}; preferences.json)"
+
+    @property
+    def gpu(self) -> str:
+        return gpu_of(self.section)
 
     @property
     def prefers_flash4(self) -> bool:
@@ -109,7 +114,7 @@ def preferences() -> dict[Configuration, list[Preference]]:
 
 
 def preference_of(spec: Spec, target: Target) -> Preference | PagesPreference | None:
-    """The row of a call: of those within range the one whose lengths are nearest; None if there is none."""
+    """The row of a call: the nearest within range, of those measured on its GPU if there are any; None without one."""
     if isinstance(spec, PagedForward):
         return _of_pages(spec, target)
     rows = preferences().get(_configuration_of(spec, target), [])
@@ -123,7 +128,8 @@ def preference_of(spec: Spec, target: Target) -> Preference | PagesPreference | 
         and _is_within(LENGTH_FACTOR, keys, row.keys)
         and _is_within(TOKEN_FACTOR if row.tokens >= FEW_TOKENS else LENGTH_FACTOR, tokens, row.tokens)
     ]
-    return min(near, key=lambda row: abs(row.tokens - tokens), default=None)
+    of_its_gpu = [row for row in near if row.gpu == target.name]
+    return min(of_its_gpu or near, key=lambda row: abs(row.tokens - tokens), default=None)
 
 
 def _of_pages(spec: PagedForward, target: Target) -> PagesPreference | None:

@@ -357,6 +357,24 @@ def test_the_fastest_is_what_was_measured(monkeypatch):
         assert the_fastest(4, length, is_causal=False).provider == "cudnn"
 
 
+def test_rows_of_the_same_gpu_decide_before_others(monkeypatch):
+    """And others' where that GPU has no row within range."""
+    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True, False)
+    rows = [
+        Preference(call, 4096, 4096, 16384, 80.0, 100.0, "4 × 4,096", "sdpa"),
+        Preference(call, 4096, 4096, 8192, 110.0, 100.0, "2 × 4,096", "sdpa_h200"),
+        Preference(call, 1024, 1024, 4096, 80.0, 100.0, "4 × 1,024", "sdpa"),
+    ]
+    monkeypatch.setattr(preferences, "preferences", lambda: {call: rows})
+    q, k, v = (torch.empty(4, h, 4096, 128, dtype=torch.bfloat16, device="meta") for h in (8, 2, 2))
+    of = ForwardSpec.of(called(q, k, v, is_causal=True))
+    found = {gpu: preferences.preference_of(of, target(gpu)).of for gpu in ("h100", "h200")}
+    assert found == {"h100": "4 × 4,096", "h200": "2 × 4,096"}
+    q, k, v = (x[:, :, :1024] for x in (q, k, v))
+    of = ForwardSpec.of(called(q, k, v, is_causal=True))
+    assert preferences.preference_of(of, target("h200")).of == "4 × 1,024"
+
+
 def test_a_row_of_few_tokens_is_for_no_larger_batch(monkeypatch):
     call = Configuration(90, False, (128, 128), CAUSAL, False, False, True, False)
     rows = [
