@@ -12,6 +12,11 @@ import pytest
 from cudnn_sdpa.engine.native import build, calls, loader
 
 
+def is_off() -> bool:
+    """Whether the GPU suite was asked to call by Python alone."""
+    return os.environ.get("CUDNN_SDPA_TEST_NATIVE") == "off"
+
+
 @functools.cache
 def _load() -> str:
     """Loads the module; gives what is wrong if it cannot be."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_driver import OVERLAPS, Attribute, Config
+from native_way import is_off
 from stand_in_gpu import wait
 from torch import Tensor
 
@@ -141,6 +142,8 @@ class Call:
 @pytest.fixture(autouse=True)
 def memory_is_kept(monkeypatch):
     """A kernel that is overtaken writes to its workspace when others may have got that memory."""
+    if is_off():
+        pytest.skip("only native calls are launched as recorded")
     assert wait_for_native_calls()
     kept, allocate = [], proof.allocate
 
