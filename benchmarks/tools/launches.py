@@ -16,9 +16,9 @@ from benchmarks.tools.ways import in_python
 from cudnn_sdpa.engine.recorded.recorder import Recorder
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.kernel_plan import KernelPlan
 from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import ProgramPlan
 
 
 class Launches(NamedTuple):
@@ -51,7 +51,7 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
     """What is launched meanwhile: plans, and kernels of the library's own."""
     plans: list[Call] = []
     kernels: list[Call] = []
-    executes = {plan: plan._execute for plan in plan_cache.plans() if not isinstance(plan, KernelPlan)}
+    executes = {plan: plan._execute for plan in plan_cache.plans() if not isinstance(plan, ProgramPlan)}
     launch_kernel = LoadedKernel.launch
 
     def note_kernel(kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int) -> None:

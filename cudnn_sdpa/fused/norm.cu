@@ -13,6 +13,7 @@
 
 #define ROWS (THREADS / OF_ROW)
 #define KEPT (HELD > 0 ? HELD : 1)
+#define PAIRED (FP8 && !LAYER && HELD > 0 && ROWS == 1) /* the amax of a row is found together with its sum: one barrier less */
 
 struct Norm {
   const void* x;
@@ -46,6 +47,22 @@ struct Norm {
 __device__ __forceinline__ float sum_of_row(float x, float* sums) {
   return over_threads<Sum, OF_ROW>(x, sums);
 }
+
+#if PAIRED
+struct Pair {
+  float sum, most;
+};
+
+__device__ __forceinline__ Pair shuffle_xor(Pair x, int apart) {
+  return {shuffle_xor(x.sum, apart), shuffle_xor(x.most, apart)};
+}
+
+struct SumAndLargest {
+  static __device__ __forceinline__ Pair of(Pair x, Pair y) {
+    return {Sum::of(x.sum, y.sum), Largest::of(x.most, y.most)};
+  }
+};
+#endif
 
 /* The unit of a thread that it reads as number i; those beyond the row are not read. */
 #define FOR_UNITS(i, unit)                                       \
@@ -131,11 +148,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
     if (HELD == 0) break;
     if (a.weight) weights[i].read(a.weight, unit);
   }
-  float sum = 0.0f;
+  float sum = 0.0f, product = 0.0f;
   FOR_UNITS(i, unit) {
     if (HELD == 0) held[i].read(a, first + unit);
     float x[UNIT];
     held[i].get(x);
+#if PAIRED
+    float factor[UNIT];
+    weights[i].get(factor);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j)
+      product = Largest::of(product, fabsf(a.weight ? x[j] * (factor[j] + float_of(a.shift)) : x[j]));
+#endif
 #if SUM
     if (is_there) {
       Raw<DTYPE> rounded;
@@ -159,15 +183,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
     for (int j = 0; j < UNIT; ++j) sum = fmaf(x[j] - mean, x[j] - mean, sum);
   }
 #endif
-  const float scale = rsqrt_fast(sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums) * of_count + float_of(a.eps));
+#if PAIRED
+  const Pair pair = over_threads<SumAndLargest, OF_ROW>(Pair{sum, product}, reinterpret_cast<Pair*>(sums));
+  sum = pair.sum, product = pair.most;
+#else
+  sum = sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums);
+#endif
+  const float scale = rsqrt_fast(sum * of_count + float_of(a.eps));
 #if FP8
-  float most = 0.0f, kept[KEPT][UNIT]; /* in the registers of the row and the weight */
+  const bool is_known = PAIRED && !a.silu && product > 1e-30f && product < 1e30f; /* in its range nothing is lost */
+  float most = is_known ? product * scale : 0.0f, kept[KEPT][UNIT]; /* in the registers of the row and the weight */
   FOR_UNITS(i, unit) {
     result_of(a, held[i], weights[i], first, unit, mean, scale, kept[i]);
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) most = Largest::of(most, fabsf(kept[i][j]));
+    for (int j = 0; j < UNIT; ++j)
+      if (!is_known) most = Largest::of(most, fabsf(kept[i][j]));
   }
-  most = over_threads<Largest, OF_ROW>(most, sums + (1 + LAYER) * (THREADS / 32));
+  if (!is_known) {
+    if (PAIRED) __syncthreads(); /* all have read the pairs */
+    most = over_threads<Largest, OF_ROW>(most, sums + (1 + LAYER) * (THREADS / 32));
+  }
   const float least = 7.888609052210118e-31f, of_row = most * (1.0f / 448.0f); /* 2^-100: one over it is finite */
   const float used = FP8 == 2 ? load(a.given) : of_row < least ? least : of_row, one_over = 1.0f / used;
 #endif

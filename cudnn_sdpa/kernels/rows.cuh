@@ -141,8 +141,8 @@ struct Largest {
 
 /* A sum, or the like, over neighboring threads, of which there is a power of 2; each gets it. Within a warp no shared
  * memory is used. No memory of `parts` is used by two calls without a barrier between them. */
-template <class Both, int threads>
-__device__ __forceinline__ float over_threads(float x, float* parts) {
+template <class Both, int threads, class Number>
+__device__ __forceinline__ Number over_threads(Number x, Number* parts) {
 #pragma unroll
   for (int apart = (threads < 32 ? threads : 32) / 2; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
   if (threads <= 32) return x;

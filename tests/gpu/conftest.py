@@ -87,9 +87,13 @@ def _slow_ones_first(items: Sequence[pytest.Item], workers: int) -> list[pytest.
 
 
 @pytest.fixture
-def default_providers():
-    """For tests of cuDNN's plans: the variable CUDNN_SDPA_PROVIDERS has all others served by those that it names."""
-    with cudnn_sdpa.providers("default"):
+def default_providers(monkeypatch):
+    """For tests of cuDNN's plans, and of how many are built.
+
+    The variable CUDNN_SDPA_PROVIDERS has all others served by those that it names, with a store that tests share.
+    """
+    monkeypatch.delenv("CUDNN_SDPA_PROVIDERS", raising=False)  # of processes that a test starts, too
+    with cudnn_sdpa.providers("default"), cudnn_sdpa.use_plan_store("off"):
         yield
 
 

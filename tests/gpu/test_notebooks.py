@@ -25,10 +25,12 @@ def script(path: Path) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_matches_pytorch(path, tmp_path):
+def test_a_notebook_matches_pytorch(path, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     if "transformers" in path.read_text():
         pytest.importorskip("transformers")
+    if "no_plan_builds" in path.read_text():  # FlashAttention-4's kernels serve new lengths without a build
+        monkeypatch.delenv("CUDNN_SDPA_PROVIDERS", raising=False)
     file = tmp_path / f"{path.stem}.py"
     file.write_text(script(path))
     search_path = os.pathsep.join(filter(None, [str(SAMPLES.parent), os.environ.get("PYTHONPATH")]))

@@ -194,7 +194,7 @@ struct Angles {
 
 /* The sum over the threads of a head. */
 __device__ __forceinline__ float sum_of_head(float x) {
-  return over_threads<Sum, OF_ROW>(x, nullptr);
+  return over_threads<Sum, OF_ROW>(x, (float*)nullptr);
 }
 
 __device__ __forceinline__ float square_of(const Pairs& x) {

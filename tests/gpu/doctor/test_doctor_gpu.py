@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -26,6 +27,7 @@ def doctor(**environment: str) -> tuple[int, dict]:
     return result.returncode, json.loads(result.stdout)
 
 
+@pytest.mark.usefixtures("default_providers")
 def test_this_machine_has_no_problems():
     code, found = doctor()
     assert (code, found["ok"]) == (0, True), found["findings"]

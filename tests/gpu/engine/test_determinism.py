@@ -179,6 +179,7 @@ def deterministic_algorithms():
 OPTIONS = {"plain": {}, "window_size": {"window_size": (50, 3)}, "scale": {"scale": -0.2}}
 
 
+@pytest.mark.usefixtures("default_providers")
 @pytest.mark.parametrize("name", [*OPTIONS, "varlen"])
 def test_deterministic_none_follows_pytorchs_setting(name, deterministic_algorithms):
     leaves = inputs((4, 2))

@@ -46,6 +46,7 @@ DENSE = {
 }
 
 
+@pytest.mark.usefixtures("default_providers")
 @pytest.mark.parametrize("name", DENSE)
 def test_verify_a_dense_call_with_gradients_on_its_own_plans(name):
     options = dict(DENSE[name])

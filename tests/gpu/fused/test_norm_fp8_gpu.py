@@ -35,6 +35,19 @@ def test_values(shape, dtype):
             torch.testing.assert_close(found.total, total.to(dtype))
 
 
+@pytest.mark.parametrize("sizes", [(1e-17, 1e-18), (1e15, 1e20), (1.0, 1e-25)], ids=str)
+def test_rows_whose_products_with_the_weight_are_beyond_the_range(sizes):
+    """The amax of long rows is found from x times the weight, unless that is too small or too large."""
+    x = sizes[0] * torch.randn(8, 8192, device="cuda")
+    weight = sizes[1] * (torch.rand(8192, device="cuda") + 0.3)
+    found = rms_norm_fp8(x, weight, 0.0)
+    wanted = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
+    torch.testing.assert_close(found.scale.double(), wanted.abs().amax(-1, keepdim=True) / 448, rtol=1e-5, atol=0.0)
+    values = wanted / found.scale
+    off, half = (found.out.double() - values).abs(), (values.abs() * 2**-4).clamp_min(2.0**-10)
+    assert (off <= 1.001 * half).all()
+
+
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_values_of_a_layer_norm(shape, dtype):

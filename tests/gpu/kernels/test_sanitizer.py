@@ -19,7 +19,7 @@ ON_PAGES = PROGRAM.with_name("sanitized_paged_calls.py")
 FUSED = PROGRAM.with_name("sanitized_fused_calls.py")
 RECORDED = PROGRAM.with_name("sanitized_recorded_calls.py")
 SANITIZER = shutil.which("compute-sanitizer")
-PARTS = min(12, os.cpu_count() or 1)
+PARTS = min(12, len(os.sched_getaffinity(0)))
 
 pytestmark = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on the PATH; CUDA's toolkit has it")
 

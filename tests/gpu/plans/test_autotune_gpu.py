@@ -16,6 +16,8 @@ from cudnn_sdpa.plans.autotune import UntunedPlan
 from cudnn_sdpa.plans.plan import Plan
 from tests.threads import in_threads
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 
 def last_one(candidates):
     """Replaces the choice of the fastest plan: takes the right plan that cuDNN ranks last."""

@@ -18,6 +18,8 @@ import cudnn_sdpa
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.graph import backend, handles
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 ROUNDS = 40
 
 

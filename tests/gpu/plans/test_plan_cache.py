@@ -19,6 +19,8 @@ from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import build_plan
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 
 def tensors(sq=48, skv=80, heads_q=4, heads_kv=2, dim=64, dim_v=64, dtype=torch.bfloat16, layout="bshd", batch=2):
     return (

@@ -20,6 +20,8 @@ from cudnn_sdpa.plans import device_memory
 from cudnn_sdpa.plans.cache import plan_of
 from tests.threads import in_threads
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 BF16 = torch.bfloat16
 
 

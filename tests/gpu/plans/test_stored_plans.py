@@ -18,6 +18,8 @@ import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, record_plans, use_plan_store, warmup
 from cudnn_sdpa.plans.store import StoredPlan
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 
 @pytest.fixture
 def store(tmp_path):

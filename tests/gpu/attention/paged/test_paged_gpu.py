@@ -385,6 +385,7 @@ def test_a_warm_step_on_another_stream_and_in_a_graph():
         assert_decoded(cache, numbers, q, out)
 
 
+@pytest.mark.usefixtures("default_providers")
 def test_a_step_that_is_read_in_place_is_not_tuned():
     """Its lengths and tables change between launches."""
     cache = PagedKVCache(pages=600, page_size=64, heads=2, head_dim=64, max_length=32768)

@@ -11,6 +11,8 @@ from attention_checks import TOLERANCE, error
 import cudnn_sdpa
 from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache, sdpa_paged
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 BF16 = torch.bfloat16
 HEADS = (8, 2)
 
