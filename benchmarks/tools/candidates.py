@@ -13,6 +13,9 @@ from cudnn_sdpa.plans.providers import Provider, providers
 
 REPEATS = 30
 
+#: Of calls that are timed cold: they are short, and vary by more of their time.
+REPEATS_COLD = 150
+
 #: What stands for a time that was not measured.
 NOTHING = "–"
 
@@ -43,7 +46,7 @@ class Timed:
 
     def measure(self, *, cold: bool = False) -> dict[str, float]:
         """Microseconds of device time, interleaved."""
-        return device_times(self.calls, repeats=REPEATS, cold=cold) if self.calls else {}
+        return device_times(self.calls, repeats=REPEATS_COLD if cold else REPEATS, cold=cold) if self.calls else {}
 
     @property
     def why_not(self) -> str:
