@@ -3,6 +3,7 @@
  * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units
  * again in each pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. SUM: a
  * residual is added to the rows. FP8: 1 if the result is in E4M3 with a scale for each row, 2 if it is with a given one.
+ * PAIRED: the amax of a row that has a block is found together with its sum, for one barrier less; not of LayerNorm.
  *
  * BACKWARD: gradients, whose code says what there is, as little code counts in calls of one block: WEIGHT; SILU behind
  * the norm; TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the weight: 1 if
@@ -13,7 +14,6 @@
 
 #define ROWS (THREADS / OF_ROW)
 #define KEPT (HELD > 0 ? HELD : 1)
-#define PAIRED (FP8 && !LAYER && HELD > 0 && ROWS == 1) /* the amax of a row is found together with its sum: one barrier less */
 
 struct Norm {
   const void* x;

@@ -113,12 +113,14 @@ def own_norm(key: PlanKey) -> KernelProgram:
         name = "layer_norm" if layer else "rms_norm"
         own.refuse_without_fp8(f"{name}_fp8", key.target, name)
     total = "residual" in layouts
-    is_long = total and x.shape[1] * x.dtype.itemsize > _LONG
-    tiles = Tiles.of(x, numbers=_HELD, spreads=is_long or _are_few(key, x))
+    is_long, are_few = total and x.shape[1] * x.dtype.itemsize > _LONG, _are_few(key, x)
+    tiles = Tiles.of(x, numbers=_HELD, spreads=is_long or are_few)
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
     results = ["out", *["of_rows"] * bool(fp8), *["total"] * total]
     results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
-    others = {"SUM": int(total), "FP8": fp8, "BACKWARD": 0}
+    # Of many rows, the products of the sum's pass take longer than its barrier.
+    is_paired = bool(fp8 and not layer and are_few and tiles.held and tiles.rows == 1)
+    others = {"SUM": int(total), "FP8": fp8, "PAIRED": int(is_paired), "BACKWARD": 0}
     kernel = tiles.kernel("normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, others=others)
     return KernelProgram(
         calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
@@ -148,7 +150,7 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
     passes = 0 if not is_alone else 1 if x.shape[0] <= tiles.rows else 2
     has = {"WEIGHT": sums, "SILU": options["activation"] == "silu", "TOTAL": "grad_total" in layouts, "ALONE": passes}
-    others = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "BACKWARD": 1}
+    others = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "PAIRED": 0, "BACKWARD": 1}
     kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer, others=others)
     calls = [
         KernelCall(kernel("gradients", shared), blocks, tiles.threads),

@@ -140,7 +140,10 @@ def providers(*names: Provider) -> ProvidersUse:
         ...     names
         ('cudnn', 'own')
     """
-    return ProvidersUse(_checked(names, "names"))
+    checked = _checked(names, "names")
+    if not {CUDNN, DEFAULT, OWN}.issuperset(checked):
+        chooser().load(checked)
+    return ProvidersUse(checked)
 
 
 def _set(names: tuple[str, ...]) -> None:

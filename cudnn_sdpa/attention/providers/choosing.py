@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4 import serving as flash4
+from cudnn_sdpa.attention.flash4.installed import installed as installed_flash4
 from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
+from cudnn_sdpa.attention.frontend.installed import installed as installed_frontend
 from cudnn_sdpa.attention.paged_varlen.plans import PagedForward
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.errors import UnsupportedError
@@ -35,6 +37,14 @@ _DO_NOT = {OWN: "do not", FLASH4: "does not", FRONTEND: "does not"}
 
 #: Names for which cuDNN's engines may serve a call.
 _OF_CUDNN = (CUDNN, DEFAULT, FASTEST)
+
+
+def load(names: Sequence[str]) -> None:
+    """Finds out what is installed of the named providers, which takes too long for a first call: files are hashed."""
+    if not {FLASH4, FASTEST}.isdisjoint(names):
+        installed_flash4()
+    if FRONTEND in names:
+        installed_frontend()
 
 
 def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:

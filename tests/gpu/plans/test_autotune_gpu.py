@@ -38,7 +38,7 @@ def take_last(monkeypatch):
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(default_providers, tmp_path):  # noqa: ARG001
     with use_plan_store(tmp_path / "plans") as store:
         yield store
 

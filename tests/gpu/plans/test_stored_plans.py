@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("default_providers")
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(default_providers, tmp_path):  # noqa: ARG001
     with use_plan_store(tmp_path / "plans") as store:
         yield store
 
