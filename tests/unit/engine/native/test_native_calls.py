@@ -501,6 +501,39 @@ def of_image(convolved):
     return lambda: conv2d(image.requires_grad_(convolved == "x"), kernel.requires_grad_(convolved != "x"), padding=1)
 
 
+def test_a_known_convolution_chooses_its_activation_anew(launches_in_python):
+    """Its options are looked up before it is asked who computes the activation: with gradients, a kernel of its own."""
+    x, weight, bias = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3), torch.randn(6)
+    x, weight, bias = (y.bfloat16() for y in (x, weight, bias))
+    x, weight = (y.to(memory_format=torch.channels_last) for y in (x, weight))
+    given = {"padding": 1, "activation": "silu"}
+
+    def right(scale=1.0):
+        return torch.nn.functional.silu(torch.nn.functional.conv2d(scale * x, weight, bias, padding=1))
+
+    with gpu_on_the_cpu():
+        for _ in range(8):
+            conv2d(x, weight, bias, **given)
+        launches_in_python.clear()
+        torch.testing.assert_close(conv2d(2 * x, weight, bias, **given), right(2.0), rtol=2e-2, atol=2e-2)
+        assert not launches_in_python
+        for wrong in (
+            {"padding": -1},
+            {"padding": 1.5},
+            {"stride": 0},
+            {"activation": "tanh"},
+            {"activation": ["silu"]},
+        ):
+            with pytest.raises(ArgumentError):
+                conv2d(x, weight, bias, **(given | wrong))
+        leaf = weight.clone().requires_grad_()
+        for _ in range(4):
+            found = conv2d(x, leaf, bias, **given)
+            (gradient,) = torch.autograd.grad(found, leaf, torch.ones_like(found))
+            assert gradient.abs().sum() > 0
+        torch.testing.assert_close(found, right(), rtol=2e-2, atol=2e-2)
+
+
 #: Calls whose gradients one launch computes.
 ONE_LAUNCH = {
     "rms_norm": lambda: rms_norm(leaf(), torch.rand(128, requires_grad=True)),
