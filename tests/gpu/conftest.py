@@ -98,7 +98,7 @@ def default_providers(monkeypatch):
 
 
 @pytest.fixture
-def cudnn_provider():
+def cudnn_provider(default_providers):  # noqa: ARG001 - which would take its place if it came later
     """For tests of cuDNN's plans of what own kernels may serve."""
     with cudnn_sdpa.providers("cudnn"):
         yield
