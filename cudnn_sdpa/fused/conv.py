@@ -137,7 +137,7 @@ def conv2d(
         and type(x) is Tensor
         and x.dtype is not torch.float32  # whether TF32 is allowed is asked in each call
     ):
-        options = _options(stride, padding, dilation, groups, activation)
+        options = _options((stride, padding, dilation), groups, activation)
         known = find(x, weight, **options) if bias is None else find(x, weight, bias, **options)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
@@ -145,9 +145,9 @@ def conv2d(
 
 
 @functools.lru_cache(maxsize=1024)
-def _options(stride: int, padding: int, dilation: int, groups: int, activation: str | None) -> Options:
-    """The options of a 2-D convolution whose activation is in its kernel."""
-    return {**sizes_of(2, stride, padding, dilation), "groups": groups, "activation": activation}
+def _options(sizes: tuple[int, int, int], groups: int, activation: str | None) -> Options:
+    """The options of a 2-D convolution whose activation is in its kernel; sizes are stride, padding and dilation."""
+    return {**sizes_of(2, *sizes), "groups": groups, "activation": activation}
 
 
 def conv1d(

@@ -192,7 +192,7 @@ def test_the_pages_name_existing_parts(tables):
     parts["llama-batching"] = {LlamaPart.BATCHING.value}  # measured on another day than the other parts
     parts["llama"] -= parts["llama-batching"]
     parts["providers-large"] = {ProvidersPart.LARGE.value}  # in another run than the other parts
-    parts["providers"] -= {*parts["providers-large"], ProvidersPart.FIRST_CALLS.value}  # not measured yet
+    parts["providers"] -= parts["providers-large"]
     parts["fused-norms"], parts["fused-gates"] = {FusedPart.NORMS.value}, {FusedPart.GATES.value}  # two runs
     parts["fused-rotations"], parts["fused-few-rows"] = (
         {FusedPart.ROTATIONS.value},
