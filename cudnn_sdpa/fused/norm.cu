@@ -50,16 +50,16 @@ __device__ __forceinline__ float sum_of_row(float x, float* sums) {
 
 #if PAIRED
 struct Pair {
-  float sum, most;
+  float sum, largest;
 };
 
 __device__ __forceinline__ Pair shuffle_xor(Pair x, int apart) {
-  return {shuffle_xor(x.sum, apart), shuffle_xor(x.most, apart)};
+  return {shuffle_xor(x.sum, apart), shuffle_xor(x.largest, apart)};
 }
 
 struct SumAndLargest {
   static __device__ __forceinline__ Pair of(Pair x, Pair y) {
-    return {Sum::of(x.sum, y.sum), Largest::of(x.most, y.most)};
+    return {Sum::of(x.sum, y.sum), Largest::of(x.largest, y.largest)};
   }
 };
 #endif
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
     if (HELD == 0) break;
     if (a.weight) weights[i].read(a.weight, unit);
   }
-  float sum = 0.0f, product = 0.0f;
+  float sum = 0.0f, largest = 0.0f; /* PAIRED: of x times the weight */
   FOR_UNITS(i, unit) {
     if (HELD == 0) held[i].read(a, first + unit);
     float x[UNIT];
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
     weights[i].get(factor);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j)
-      product = Largest::of(product, fabsf(a.weight ? x[j] * (factor[j] + float_of(a.shift)) : x[j]));
+      largest = Largest::of(largest, fabsf(a.weight ? x[j] * (factor[j] + float_of(a.shift)) : x[j]));
 #endif
 #if SUM
     if (is_there) {
@@ -184,15 +184,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   }
 #endif
 #if PAIRED
-  const Pair pair = over_threads<SumAndLargest, OF_ROW>(Pair{sum, product}, reinterpret_cast<Pair*>(sums));
-  sum = pair.sum, product = pair.most;
+  const Pair pair = over_threads<SumAndLargest, OF_ROW>(Pair{sum, largest}, reinterpret_cast<Pair*>(sums));
+  sum = pair.sum, largest = pair.largest;
 #else
   sum = sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums);
 #endif
   const float scale = rsqrt_fast(sum * of_count + float_of(a.eps));
 #if FP8
-  const bool is_known = PAIRED && !a.silu && product > 1e-30f && product < 1e30f; /* in its range nothing is lost */
-  float most = is_known ? product * scale : 0.0f, kept[KEPT][UNIT]; /* in the registers of the row and the weight */
+  /* Otherwise products may have overflowed or lost bits, or SiLU follows, which has another largest value. */
+  const bool is_known = PAIRED && !a.silu && largest > 1e-30f && largest < 1e30f;
+  float most = is_known ? largest * scale : 0.0f, kept[KEPT][UNIT]; /* in the registers of the row and the weight */
   FOR_UNITS(i, unit) {
     result_of(a, held[i], weights[i], first, unit, mean, scale, kept[i]);
 #pragma unroll

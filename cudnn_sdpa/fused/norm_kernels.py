@@ -30,12 +30,12 @@ _THREADS, _MAX_THREADS = 128, 1024
 #: Numbers that a thread keeps of a row, forward and backward.
 _HELD, _HELD_BACKWARD = 16, 8
 
-#: For RMSNorm alone in half precision, as measured: numbers that a thread keeps of few rows, the least threads of each
-#: of these, and of each of many rows.
-_HELD_OF_FEW, _LEAST_OF_FEW, _LEAST = 32, 256, 8
+#: The fastest of those measured for RMSNorm in half precision without a residual. Of few rows: the numbers that a
+#: thread keeps, and the minimum threads of a row; up to a length, as threads of longer rows have too few registers.
+_PLAIN_HELD, _PLAIN_THREADS, _MAX_PLAIN_LENGTH = 32, 256, 16384
 
-#: The longest of these few rows: a block of more threads has too few registers for so many numbers.
-_LONGEST_OF_FEW = 16384
+#: Of many rows: the minimum threads of a row.
+_PLAIN_THREADS_OF_MANY = 8
 
 #: Bytes of a row with a residual beyond which it has all threads of a block: two of these fill a multiprocessor.
 _LONG = 8192
@@ -70,9 +70,13 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, layout: TensorLayout, *, numbers: int, spreads: bool = False, least: int = 32) -> Tiles:
-        """The tiles of rows (rows, n), of which a thread keeps as many numbers; one unit if a row `spreads`.
+        """The tiles of rows (rows, n).
 
-        A row has at least as many threads as `least`, if it has units for them.
+        Args:
+            layout: The rows.
+            numbers: Numbers of a row that a thread keeps, at most.
+            spreads: Whether a thread keeps one unit alone.
+            least: The minimum threads of a row, if it has as many units.
         """
         size, length = layout.dtype.itemsize, layout.shape[1]
         unit = math.gcd(length * size, ALIGNMENT) // size
@@ -124,17 +128,17 @@ def own_norm(key: PlanKey) -> KernelProgram:
         own.refuse_without_fp8(f"{name}_fp8", key.target, name)
     total = "residual" in layouts
     is_long, are_few = total and x.shape[1] * x.dtype.itemsize > _LONG, _are_few(key, x)
-    is_measured = x.dtype.itemsize == 2 and not (layer or fp8 or total)
-    if is_measured and are_few and x.shape[1] <= _LONGEST_OF_FEW:
-        tiles = Tiles.of(x, numbers=_HELD_OF_FEW, least=_LEAST_OF_FEW)
-    elif is_measured and not are_few:
-        tiles = Tiles.of(x, numbers=_HELD, least=_LEAST)
+    is_plain = x.dtype.itemsize == 2 and not (layer or fp8 or total)
+    if is_plain and are_few and x.shape[1] <= _MAX_PLAIN_LENGTH:
+        tiles = Tiles.of(x, numbers=_PLAIN_HELD, least=_PLAIN_THREADS)
+    elif is_plain and not are_few:
+        tiles = Tiles.of(x, numbers=_HELD, least=_PLAIN_THREADS_OF_MANY)
     else:
         tiles = Tiles.of(x, numbers=_HELD, spreads=is_long or are_few)
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
     results = ["out", *["of_rows"] * bool(fp8), *["total"] * total]
     results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
-    # Of many rows, the products of the sum's pass take longer than its barrier.
+    # One barrier less for products with the weight in the pass of the sum, which take many rows a quarter longer.
     is_paired = bool(fp8 and not layer and are_few and tiles.held and tiles.rows == 1)
     others = {"SUM": int(total), "FP8": fp8, "PAIRED": int(is_paired), "BACKWARD": 0}
     kernel = tiles.kernel("normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, others=others)

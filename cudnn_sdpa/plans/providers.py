@@ -123,8 +123,9 @@ def providers(*names: Provider) -> ProvidersUse:
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Calls find their plans again
     when it changes; those that other threads make meanwhile may take either. Without a call, the environment variable
-    `CUDNN_SDPA_PROVIDERS` names the providers, as in `fa4,default`. The first setting that names FlashAttention-4 or
-    the frontend compares their installed files with their wheels' lists, in some 50 ms; otherwise a first call does.
+    `CUDNN_SDPA_PROVIDERS` names the providers, as in `fa4,default`. This function takes some 50 ms
+    when it names "fa4", "frontend" or "fastest" first, as it compares installed files with their wheels' lists; if the
+    variable names them, the first call does that.
 
     Args:
         *names: "default", "cudnn", "own", "fa4", "frontend" or "fastest", in order of preference.
@@ -143,7 +144,7 @@ def providers(*names: Provider) -> ProvidersUse:
     """
     checked = _checked(names, "names")
     if not {CUDNN, DEFAULT, OWN}.issuperset(checked):
-        chooser().load(checked)
+        chooser().examine(checked)
     return ProvidersUse(checked)
 
 

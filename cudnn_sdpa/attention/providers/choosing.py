@@ -39,8 +39,8 @@ _DO_NOT = {OWN: "do not", FLASH4: "does not", FRONTEND: "does not"}
 _OF_CUDNN = (CUDNN, DEFAULT, FASTEST)
 
 
-def load(names: Sequence[str]) -> None:
-    """Finds out what is installed of the named providers, which takes too long for a first call: files are hashed."""
+def examine(names: Sequence[str]) -> None:
+    """Examines what is installed of the named providers ahead of a first call, as hashing its files takes 20 ms."""
     if not {FLASH4, FASTEST}.isdisjoint(names):
         installed_flash4()
     if FRONTEND in names:

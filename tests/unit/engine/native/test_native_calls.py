@@ -20,6 +20,7 @@ from native_way import native_way
 from torch._dynamo import compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import cudnn_sdpa
 from cudnn_sdpa import (
     ArgumentError,
     DtypeError,
@@ -501,21 +502,25 @@ def of_image(convolved):
     return lambda: conv2d(image.requires_grad_(convolved == "x"), kernel.requires_grad_(convolved != "x"), padding=1)
 
 
-def test_a_known_convolution_chooses_its_activation_anew(launches_in_python):
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_known_convolution_chooses_its_activation_anew(rank, launches_in_python):
     """Its options are looked up before it is asked who computes the activation: with gradients, a kernel of its own."""
-    x, weight, bias = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3), torch.randn(6)
-    x, weight, bias = (y.bfloat16() for y in (x, weight, bias))
-    x, weight = (y.to(memory_format=torch.channels_last) for y in (x, weight))
+    function, theirs = (getattr(of, f"conv{rank}d") for of in (cudnn_sdpa, torch.nn.functional))
+    shapes = (2, 4, *[8] * rank), (6, 4, *[3] * rank), (6,)
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in shapes)
+    x, weight = (y.movedim(1, -1).contiguous().movedim(-1, 1) for y in (x, weight))
     given = {"padding": 1, "activation": "silu"}
 
-    def right(scale=1.0):
-        return torch.nn.functional.silu(torch.nn.functional.conv2d(scale * x, weight, bias, padding=1))
+    def right(x, weight):
+        return torch.nn.functional.silu(theirs(x.float(), weight.float(), bias.float(), padding=1))
 
     with gpu_on_the_cpu():
         for _ in range(8):
-            conv2d(x, weight, bias, **given)
+            function(x, weight, bias, **given)
         launches_in_python.clear()
-        torch.testing.assert_close(conv2d(2 * x, weight, bias, **given), right(2.0), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            function(2 * x, weight, bias, **given).float(), right(2 * x, weight), rtol=0.02, atol=0.02
+        )
         assert not launches_in_python
         for wrong in (
             {"padding": -1},
@@ -525,13 +530,15 @@ def test_a_known_convolution_chooses_its_activation_anew(launches_in_python):
             {"activation": ["silu"]},
         ):
             with pytest.raises(ArgumentError):
-                conv2d(x, weight, bias, **(given | wrong))
+                function(x, weight, bias, **(given | wrong))
         leaf = weight.clone().requires_grad_()
         for _ in range(4):
-            found = conv2d(x, leaf, bias, **given)
-            (gradient,) = torch.autograd.grad(found, leaf, torch.ones_like(found))
-            assert gradient.abs().sum() > 0
-        torch.testing.assert_close(found, right(), rtol=2e-2, atol=2e-2)
+            found, expected = function(x, leaf, bias, **given), right(x, leaf)
+            grad_out = torch.randn_like(expected)
+            (gradient,) = torch.autograd.grad(found, leaf, grad_out.bfloat16())
+            (wanted,) = torch.autograd.grad(expected, leaf, grad_out.bfloat16().float())
+            torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+            assert (gradient.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
 #: Calls whose gradients one launch computes.
