@@ -22,9 +22,16 @@ from cudnn_sdpa.plans.program_plan import ProgramPlan
 
 
 class Launches(NamedTuple):
-    """The launches of one call, on its operands, outputs and addresses; each is None if the call has none."""
+    """The launches of one call, on its operands, outputs and addresses; each is None if the call has none.
+
+    Attributes:
+        plans: Those of plans; recorded ones are made by a function of the native module, called from Python.
+        not_launched: That function's calls without a launch, which has their operands checked.
+        own_kernels: Those of this library's kernels.
+    """
 
     plans: Call | None
+    not_launched: Call | None
     own_kernels: Call | None
 
 
@@ -32,7 +39,7 @@ def launches_of(call: Callable[[], object]) -> Launches:
     """Runs a warm call in Python and notes its launches. What the call returns must keep alive all that they write."""
     with in_python():
         call()
-        with _noted() as (plans, kernels):
+        with _noted() as (plans, not_launched, kernels):
             results = call()
     alive = results, plans, kernels
 
@@ -43,13 +50,14 @@ def launches_of(call: Callable[[], object]) -> Launches:
 
         return run if noted else None
 
-    return Launches(repeated(plans), repeated(kernels))
+    return Launches(repeated(plans), repeated(not_launched), repeated(kernels))
 
 
 @contextmanager
-def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
-    """What is launched meanwhile: plans, and kernels of the library's own."""
+def _noted() -> Iterator[tuple[list[Call], list[Call], list[Call]]]:
+    """The launches that are made meanwhile; see `Launches`."""
     plans: list[Call] = []
+    not_launched: list[Call] = []
     kernels: list[Call] = []
     executes = {plan: plan._execute for plan in plan_cache.plans() if not isinstance(plan, ProgramPlan)}
     launch_kernel = LoadedKernel.launch
@@ -59,17 +67,17 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
         kernels[-1]()
 
     for plan in executes:
-        plan._execute = _noting(plan, plans)
+        plan._execute = _noting(plan, plans, not_launched)
     LoadedKernel.launch = note_kernel  # type: ignore[method-assign, assignment]
     try:
-        yield plans, kernels
+        yield plans, not_launched, kernels
     finally:
         LoadedKernel.launch = launch_kernel  # type: ignore[method-assign]
         for plan, execute in executes.items():
             plan._execute = execute
 
 
-def _noting(plan: Plan, noted: list[Call]) -> Callable[[int, int, int, int, int], None]:
+def _noting(plan: Plan, noted: list[Call], not_launched: list[Call]) -> Callable[[int, int, int, int, int], None]:
     """Executes a plan, and notes how it is launched, with numbers and a workspace that stay."""
     execute = plan._execute
     operands = (*plan.key.inputs, *plan.key.outputs)
@@ -95,6 +103,7 @@ def _noting(plan: Plan, noted: list[Call]) -> Callable[[int, int, int, int, int]
         else:
             zeros = _Zeros(native.zeros if native.takes_zeros else 0, own.device)
             noted.append(lambda: native.launch(words, own.data_ptr(), 0, zeros.take()) and None)
+            not_launched.append(lambda: native.serves(words) and None)
         run()
 
     return note

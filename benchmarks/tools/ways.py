@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 from cudnn_sdpa.engine.native import calls, loader
 from cudnn_sdpa.engine.recorded.recorder import NOT_YET, Recorder
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans.cache import plan_cache
 
 #: Maximum number of seconds that the native module may take to compile.
@@ -49,27 +50,30 @@ def recording() -> Iterator[None]:
         plan_cache.clear()
 
 
-def recorders() -> list[Recorder]:
-    """Those of the plans that are held."""
-    found = (getattr(plan, "recorder", None) for plan in plan_cache.plans())
+def recorders(of: Container[PlanKey] | None = None) -> list[Recorder]:
+    """Those of the plans that are held, or of some of them."""
+    found = (getattr(plan, "recorder", None) for plan in plan_cache.plans() if of is None or plan.key in of)
     return [each for each in found if isinstance(each, Recorder)]
 
 
 def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:
     """Makes calls until their plans are recorded, or left to cuDNN; says who launches those that are new.
 
-    Calls of gradients become native some calls later than others.
+    Calls of gradients become native some calls later than others. Plans that the calls do not use are not awaited.
     """
     before, end = recorders(), time.monotonic() + RECORDING_SECONDS
-    for _ in range(at_least):
-        call()
-        for each in recorders():
-            each.native.calls_before = 0
-    while any(each.why_not == NOT_YET for each in recorders()) and time.monotonic() < end:
+
+    def calls(times: int) -> bool:
+        with plan_cache.watch_uses() as used:
+            for _ in range(times):
+                call()
+                for each in recorders():
+                    each.native.calls_before = 0
+        return any(each.why_not == NOT_YET for each in recorders(used))
+
+    while calls(at_least) and time.monotonic() < end:
+        at_least = 1
         time.sleep(0.01)
-        for each in recorders():
-            each.native.calls_before = 0
-        call()
     return [str(each) for each in recorders() if each not in before]
 
 

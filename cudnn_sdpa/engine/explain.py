@@ -386,9 +386,11 @@ def _plan(
 
 
 def _launched(plan: Plan) -> str:
-    """Whether a plan of cuDNN's is launched as recorded, where that is asked for."""
-    if type(plan) is not Plan or loader.recorded_mode() == loader.OFF:
+    """Whether a plan of cuDNN's is launched as recorded."""
+    if type(plan) is not Plan:
         return ""
+    if loader.recorded_mode() == loader.OFF:
+        return f"by cuDNN, because {loader.RECORDED_VARIABLE} is {loader.OFF}"
     if plan.recorder is not None:
         return str(plan.recorder)
     why = "C++ has not launched it yet" if loader.module() else f"calls go through {loader.status()}"

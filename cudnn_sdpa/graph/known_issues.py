@@ -47,6 +47,7 @@ class KnownIssue:
         first: First version with the bug, as a number.
         fixed: First version without it.
         in_capture: Whether only launches into a CUDA graph are affected; these are refused.
+        when_recorded: Whether only recorded launches are affected; cuDNN launches the plan instead.
         provider: Whose kernels have it; None is cuDNN. Another provider declines the calls whose plans it concerns,
             in all its versions, whichever table has the row; they are refused where cuDNN has no engine for them.
     """
@@ -59,6 +60,7 @@ class KnownIssue:
     first: int = 0
     fixed: int = NEVER_FIXED
     in_capture: bool = False
+    when_recorded: bool = False
     provider: str | None = None
 
     def __post_init__(self) -> None:
@@ -476,7 +478,9 @@ def concerning(key: PlanKey) -> list[KnownIssue]:
 
 def reasons_against(key: PlanKey) -> list[str]:
     """Every bug that a plan does not avoid, and for which it is refused."""
-    return [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
+    return [
+        str(issue) for issue in concerning(key) if not (issue.in_capture or issue.when_recorded or issue.avoids(key))
+    ]
 
 
 def check(key: PlanKey) -> None:
@@ -489,3 +493,7 @@ def check(key: PlanKey) -> None:
 
 def not_in_capture(key: PlanKey) -> str:
     return "; ".join(str(issue) for issue in concerning(key) if issue.in_capture)
+
+
+def not_recorded(key: PlanKey) -> str:
+    return "; ".join(str(issue) for issue in concerning(key) if issue.when_recorded)

@@ -189,8 +189,8 @@ class Recorder:
             self._leave(f"nothing can be recorded in the background: {error}")
 
     def _serve(self) -> None:
+        self.native.is_watched = loader.recorded_mode() == loader.VERIFY  # first: a call may be on its way to a stage
         self.native.is_serving, self.why_not, self._stage = True, "", Recorder._verify
-        self.native.is_watched = loader.recorded_mode() == loader.VERIFY
         _log.info("%s is launched %s", self.name, self)
 
     def _leave(self, why: str, level: int = logging.INFO) -> None:
@@ -201,7 +201,7 @@ class Recorder:
         plan.launch(pointers)
         if self.native.error:  # which cuDNN's launch has not
             self._leave(f"CUDA reports error {self.native.error} for its recorded launch", logging.WARNING)
-        elif self.native.serves(pointers):
+        elif self.native.is_watched and self.native.serves(pointers):
             for _ in range(MAX_DIFFERENT):
                 with relaxed_capture():
                     varies, differs, _, differs_with_zeros = proof.compare(self.native, plan, pointers, sizes).tolist()
@@ -216,6 +216,8 @@ class Recorder:
 def _why_not(plan: Plan, sizes: Sequence[int]) -> str:
     if bugs := known_issues.not_in_capture(plan.key):
         return f"it cannot be captured in a CUDA graph: {bugs}"
+    if bugs := known_issues.not_recorded(plan.key):
+        return f"a known issue forbids it: {bugs}"
     size = plan.workspace + sum(sizes)
     if size > MAX_BYTES:
         return f"its results and its workspace have {size} bytes; more than {MAX_BYTES} are not recorded"

@@ -408,7 +408,7 @@ def test_the_gpu_takes_no_longer(name):
 
     for _ in range(3):
         times = device_times({"recorded": lambda: case(tensors), "cudnn": of_cudnn}, repeats=100)
-        if times["recorded"] <= times["cudnn"] * 1.02 + 0.3:
+        if times["recorded"] <= max(times["cudnn"] * 1.02, times["cudnn"] + 0.3):
             break
     else:
         pytest.fail(f"{times['recorded']:.2f} µs as recorded, {times['cudnn']:.2f} by cuDNN")

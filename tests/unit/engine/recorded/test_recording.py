@@ -669,11 +669,29 @@ def test_plans_that_are_not_tried(module, device, held, monkeypatch):
     assert str(call.recorder) == f"by cuDNN, because {why}"
 
 
-def test_a_known_issue_in_captures_forbids_it(module, device, monkeypatch):
-    monkeypatch.setattr(known_issues, "not_in_capture", lambda _: "it hangs")
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [("in_capture", "it cannot be captured in a CUDA graph"), ("when_recorded", "a known issue forbids it")],
+)
+def test_a_known_issue_forbids_it(module, device, where, why, monkeypatch):
+    row = known_issues.KnownIssue("it hangs", "a report", "avoided", lambda key: key.name == "combine", **{where: True})
+    monkeypatch.setattr(known_issues, "FUSED_ISSUES", (row,))
+    assert not known_issues.reasons_against(KEY)
+    assert bool(known_issues.not_in_capture(KEY)) == (where == "in_capture")
     call = Call(module, device)
     call.watched()
-    assert str(call.recorder) == "by cuDNN, because it cannot be captured in a CUDA graph: it hangs"
+    assert str(call.recorder) == f"by cuDNN, because {why}: {row}"
+
+
+def test_a_call_on_its_way_to_the_proof_waits_for_nothing(module, device, monkeypatch):
+    """The verdict may be drawn in the background while C++ sends a call to Python."""
+    call = Call(module, device)
+    call.settle()
+    assert call.recorder.native.is_serving
+    monkeypatch.setattr(proof, "compare", None)
+    executed = call.engine.calls
+    call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
+    assert call.engine.calls == executed + 1
 
 
 def test_memory_that_cannot_be_allocated_leaves_the_plan_to_cudnn(module, device):
