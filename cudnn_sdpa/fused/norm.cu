@@ -5,9 +5,11 @@
  * residual is added to the rows. FP8: 1 if the result is in E4M3 with a scale for each row, 2 if it is with a given one.
  * PAIRED: the amax of a row that has a block is found together with its sum, for one barrier less; not of LayerNorm.
  *
- * BACKWARD: gradients, whose code says what there is, as little code counts in calls of one block: WEIGHT; SILU behind
- * the norm; TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the weight: 1 if
- * it has all rows at once, 2 if it takes them one after another.
+ * Reading the code takes most of the time of a call of few rows. So the code says what there is: WEIGHT; BIAS; SILU
+ * behind the norm; WHOLE, a row that fills the units of all its threads.
+ *
+ * BACKWARD: gradients. TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the
+ * weight: 1 if it has all rows at once, 2 if it takes them one after another.
  * Other macros: see rows.cuh.
  */
 #include "rows.cuh"
@@ -18,8 +20,8 @@
 struct Norm {
   const void* x;
   const void* residual;   /* with SUM */
-  const void* weight;     /* null: ones */
-  const void* bias;       /* null: zeros */
+  const void* weight;
+  const void* bias;
   void* out;
   void* total;            /* with SUM: x plus the residual, rounded */
   const float* given;     /* with FP8 == 2: the scale */
@@ -40,7 +42,6 @@ struct Norm {
   number of_count;        /* 1 / n: the bits of a float, as are the next two */
   number eps;
   number shift;           /* is added to the weight */
-  number silu;            /* whether SiLU follows */
 };
 
 /* The sum over the threads of a row. */
@@ -65,9 +66,15 @@ struct SumAndLargest {
 #endif
 
 /* The unit of a thread that it reads as number i; those beyond the row are not read. */
+#if WHOLE
+#define FOR_UNITS(i, unit)                         \
+  _Pragma("unroll") for (int i = 0; i < KEPT; ++i) \
+    if (const number unit = lane + i * OF_ROW; true)
+#else
 #define FOR_UNITS(i, unit)                                       \
   _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
     for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
+#endif
 
 /* A unit of x, or of x plus the residual in float32. A LayerNorm's is rounded, but in FP8, which has no gradients: those
  * read its mean beside the rounded sum. */
@@ -105,7 +112,7 @@ __device__ __forceinline__ void result_of(
     const Norm& a, Summed& of_x, Raw<WDTYPE>& weight, number first, number unit, float mean, float scale, float (&x)[UNIT]) {
   if (HELD == 0) {
     of_x.read(a, first + unit);
-    if (a.weight) weight.read(a.weight, unit);
+    if (WEIGHT) weight.read(a.weight, unit);
   }
   const float shift = float_of(a.shift);
   float factor[UNIT];
@@ -113,18 +120,16 @@ __device__ __forceinline__ void result_of(
 #pragma unroll
   for (int j = 0; j < UNIT; ++j) {
     x[j] = (x[j] - mean) * scale;
-    if (a.weight) x[j] *= factor[j] + shift;
+    if (WEIGHT) x[j] *= factor[j] + shift;
   }
-#if LAYER
-  if (a.bias) {
+  if (BIAS) {
     Raw<WDTYPE> bias;
     bias.read(a.bias, unit);
     bias.get(factor);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) x[j] += factor[j];
   }
-#endif
-  if (a.silu) {
+  if (SILU) {
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) x[j] *= sigmoid(x[j]);
   }
@@ -146,9 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   }
   FOR_UNITS(i, unit) {
     if (HELD == 0) break;
-    if (a.weight) weights[i].read(a.weight, unit);
+    if (WEIGHT) weights[i].read(a.weight, unit);
   }
-  float sum = 0.0f, largest = 0.0f; /* PAIRED: of x times the weight */
+  float sum = 0.0f;
+  [[maybe_unused]] float largest = 0.0f; /* PAIRED: of x times the weight */
   FOR_UNITS(i, unit) {
     if (HELD == 0) held[i].read(a, first + unit);
     float x[UNIT];
@@ -158,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
     weights[i].get(factor);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j)
-      largest = Largest::of(largest, fabsf(a.weight ? x[j] * (factor[j] + float_of(a.shift)) : x[j]));
+      largest = Largest::of(largest, fabsf(WEIGHT ? x[j] * (factor[j] + float_of(a.shift)) : x[j]));
 #endif
 #if SUM
     if (is_there) {
@@ -192,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   const float scale = rsqrt_fast(sum * of_count + float_of(a.eps));
 #if FP8
   /* Otherwise products may have overflowed or lost bits, or SiLU follows, which has another largest value. */
-  const bool is_known = PAIRED && !a.silu && largest > 1e-30f && largest < 1e30f;
+  const bool is_known = PAIRED && !SILU && largest > 1e-30f && largest < 1e30f;
   float most = is_known ? largest * scale : 0.0f, kept[KEPT][UNIT]; /* in the registers of the row and the weight */
   FOR_UNITS(i, unit) {
     result_of(a, held[i], weights[i], first, unit, mean, scale, kept[i]);
@@ -247,7 +253,7 @@ __device__ __forceinline__ Parts parts_of(
   const float shift = float_of(a.shift);
   float values[UNIT], grads[UNIT], factors[UNIT], biases[UNIT] = {};
   x.get(values), grad.get(grads), weight.get(factors);
-  if (LAYER && SILU && a.bias) {
+  if (SILU && BIAS) {
     Raw<WDTYPE> bias;
     bias.read(a.bias, unit);
     bias.get(biases);
@@ -365,10 +371,9 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
       found.write(a.out, first + unit);
     }
   } while (ALONE != 1 && (begin += step) < a.rows);
-  if (HELD == 0 || !WEIGHT || OF_ONE_ROW) return;
   typedef Dtype<WDTYPE>::element element;
 #pragma unroll
-  for (int kind = 0; kind < kinds; ++kind) {
+  for (int kind = 0; kind < (HELD > 0 && WEIGHT && !OF_ONE_ROW ? kinds : 0); ++kind) {
     element* const result = (element*)(kind ? a.grad_bias : a.grad_weight);
     if (ROWS > 1) __syncthreads();
     FOR_UNITS(i, unit) {
@@ -377,26 +382,27 @@ extern "C" __global__ void BOUNDS gradients(const Norm a) {
         Raw<WDTYPE> found;
         found.set(values);
         found.write(result, unit);
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int j = 0; j < UNIT; ++j) {
-        if (ROWS > 1) {
-          sums[group * a.n + unit * UNIT + j] = values[j];
-        } else {
-          store(mine + kind * a.n + unit * UNIT + j, values[j]);
+        for (int j = 0; j < UNIT; ++j) {
+          if (ROWS > 1) {
+            sums[group * a.n + unit * UNIT + j] = values[j];
+          } else {
+            store(mine + kind * a.n + unit * UNIT + j, values[j]);
+          }
         }
       }
     }
-    if (ROWS == 1) continue;
-    __syncthreads();
-    for (number column = threadIdx.x; column < a.n; column += THREADS) {
-      float value = 0.0f;
-      for (int other = 0; other < ROWS; ++other) value += sums[other * a.n + column];
-      if (ALONE) {
-        store(result + column, to_element<WDTYPE>(value));
-      } else {
-        store(mine + kind * a.n + column, value);
+    if (ROWS > 1) {
+      __syncthreads();
+      for (number column = threadIdx.x; column < a.n; column += THREADS) {
+        float value = 0.0f;
+        for (int other = 0; other < ROWS; ++other) value += sums[other * a.n + column];
+        if (ALONE) {
+          store(result + column, to_element<WDTYPE>(value));
+        } else {
+          store(mine + kind * a.n + column, value);
+        }
       }
     }
   }

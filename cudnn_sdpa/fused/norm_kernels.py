@@ -1,7 +1,7 @@
 """Plans of norms by kernels of this library: the threads of a row, and the kernels' argument.
 
 The kernels know neither the number of rows nor their length: these are data. A new length takes another variant of a
-kernel only where it needs other threads or other units.
+kernel only where it needs other threads or other units, or where few rows fill all units of their threads or not.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ class Tiles(NamedTuple):
     def rows(self) -> int:
         return self.threads // self.of_row
 
+    def are_filled(self, length: int) -> bool:
+        """Whether each thread keeps as many units of a row of this length."""
+        return self.unit * self.of_row * self.held == length
+
     def kernel(
         self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, others: Mapping[str, int]
     ) -> Kernel:
@@ -140,11 +144,12 @@ def own_norm(key: PlanKey) -> KernelProgram:
     results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
     # One barrier less for products with the weight in the pass of the sum, which take many rows a quarter longer.
     is_paired = bool(fp8 and not layer and are_few and tiles.held and tiles.rows == 1)
-    others = {"SUM": int(total), "FP8": fp8, "PAIRED": int(is_paired), "BACKWARD": 0}
+    others = _has(key) | {"SUM": int(total), "FP8": fp8, "PAIRED": int(is_paired), "BACKWARD": 0}
+    others["WHOLE"] = int(are_few and tiles.are_filled(x.shape[1]))
     kernel = tiles.kernel("normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, others=others)
     return KernelProgram(
         calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
-        fields=_fields(x, tiles, silu=options["activation"] == "silu"),
+        fields=_fields(x, tiles),
         slots=_slots(key, results, {"scale": "given"} if fp8 else {}),
         knobs={"threads": tiles.of_row, "held": tiles.held},
     )
@@ -169,8 +174,8 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     is_alone = bool(tiles.held and sums and blocks == 1)
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
     passes = 0 if not is_alone else 1 if x.shape[0] <= tiles.rows else 2
-    has = {"WEIGHT": sums, "SILU": options["activation"] == "silu", "TOTAL": "grad_total" in layouts, "ALONE": passes}
-    others = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "PAIRED": 0, "BACKWARD": 1}
+    others = _has(key) | {"TOTAL": int("grad_total" in layouts), "ALONE": passes, "BACKWARD": 1}
+    others |= {"SUM": 0, "FP8": 0, "PAIRED": 0, "WHOLE": int(_are_few(key, x) and tiles.are_filled(length))}
     kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer, others=others)
     calls = [
         KernelCall(kernel("gradients", shared), blocks, tiles.threads),
@@ -194,6 +199,12 @@ def _weight_dtype(layouts: Mapping[str, TensorLayout]) -> torch.dtype:
     return layouts.get("weight", layouts.get("bias", layouts["x"])).dtype
 
 
+def _has(key: PlanKey) -> dict[str, int]:
+    """The macros of a norm's operands and activation."""
+    layouts, silu = _layouts(key), key.option_values["activation"] == "silu"
+    return {"WEIGHT": int("weight" in layouts), "BIAS": int("bias" in layouts), "SILU": int(silu)}
+
+
 def _are_few(key: PlanKey, x: TensorLayout) -> bool:
     """Whether rows are so few that more threads have more of memory on the way."""
     return x.shape[0] <= 2 * _processors(key)
@@ -203,11 +214,10 @@ def _processors(key: PlanKey) -> int:
     return int(dict(key.target.properties)["multiProcessorCount"]) or 1
 
 
-def _fields(x: TensorLayout, tiles: Tiles, *, blocks: int = 0, silu: bool = False) -> Sequence[int]:
+def _fields(x: TensorLayout, tiles: Tiles, *, blocks: int = 0) -> Sequence[int]:
     rows, length = x.shape
     units, (of_count,) = length // tiles.unit, struct.unpack("I", struct.pack("f", 1 / length))
-    numbers = {"of_count": of_count, "eps": 0, "shift": 0, "silu": int(silu)}
-    return _ARGUMENT.filled(rows=rows, n=length, units=units, blocks=blocks, **numbers)
+    return _ARGUMENT.filled(rows=rows, n=length, units=units, blocks=blocks, of_count=of_count, eps=0, shift=0)
 
 
 def _slots(key: PlanKey, results: Sequence[str], fields: Mapping[str, str]) -> dict[str, int]:

@@ -158,8 +158,8 @@ __device__ __forceinline__ Number over_threads(Number x, Number* parts) {
 /* The sum of a column over blocks (blocks, columns), by all threads of a block, which has a thread for each of 32
  * columns and several parts; the first part gets it. Shared memory: a float for each thread. */
 __device__ __forceinline__ float sum_over_blocks(const float* partial, number blocks, number columns, number column) {
-  SHARED_MEMORY(memory);
-  float* const sums = reinterpret_cast<float*>(memory);
+  SHARED_MEMORY(of_parts);
+  float* const sums = reinterpret_cast<float*>(of_parts);
   const int part = threadIdx.x / 32, parts = blockDim.x / 32;
   float sum = 0.0f;
   if (column < columns)

@@ -1,4 +1,4 @@
-"""The attention kernels, compiled by the real NVRTC for absent GPUs: no warning, few spilled registers."""
+"""Kernels of attention and norms, compiled by the real NVRTC for absent GPUs: no warning, few spilled registers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from sample_modules import sample
 
 from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.fused import own
+from cudnn_sdpa.fused.norm_kernels import own_norm, own_norm_gradients
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
@@ -106,3 +108,23 @@ def test_the_sample_that_adds_a_kernel(sm, dtype):
     kernel = sample("add_a_kernel/row_softmax.py").kernel
     for name in ("row_softmax", "row_softmax_gradient"):
         check(kernel(name, dtype), sm)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4096), (64, 8192), (64, 1001), (131072, 128)])
+def test_norms(sm, layer, shape):
+    """With and without a weight and SiLU, of rows that fill their threads' units and others."""
+    target = Target((("deviceVer", 10 * sm), ("multiProcessorCount", 132)), 91900, "1", "a GPU")
+    x, weight = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in (shape, shape[1:]))
+    for has_weight, activation in ((True, None), (True, "silu"), (False, None)):
+        weights = {"weight": weight, "bias": weight} if layer else {"weight": weight}
+        weights = weights if has_weight else {}
+        options = {"layer": layer, "activation": activation, "trains": True}
+        for operation, given in ((own_norm, {}), (own_norm_gradients, {"grad": x})):
+            results = [x, *weights.values()] if given else [x]
+            inputs = {**given, "x": x, **weights, "scale": 1.0}
+            key = own.key_of(operation, inputs, results, options, target=target, device=None)
+            for call in operation.program(key).calls:
+                check(call.kernel, sm, spills=64)
