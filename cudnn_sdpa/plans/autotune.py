@@ -41,8 +41,8 @@ _CHUNK_ELEMENTS = 1 << 22
 #: Functions of other providers, which give their plans to be compared with that of a key of cuDNN's.
 alternatives: list[Callable[[PlanKey], Sequence[Alternative]]] = []
 
-#: Keys of cuDNN's whose plans are to be compared with those of other keys when they are built.
-offered: dict[PlanKey, PlanKey] = {}
+#: Keys of cuDNN's, and those whose plans are to be compared with theirs when they are built.
+offered: dict[PlanKey, tuple[PlanKey, ...]] = {}
 
 #: Is called when a context ends: calls that were cuDNN's until a comparison find their plans again.
 on_leaving: list[Callable[[], None]] = []
@@ -139,9 +139,9 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[
     others. The fastest one, if it is at least 2 % faster, replaces the first in the plan cache and the plan store. That
     launch waits for the GPU, and takes tens of milliseconds and several times the memory of its results.
 
-    Under `providers("fastest")`, FlashAttention-4's kernels are candidates, too, where they can serve a call of `sdpa`.
-    They are compiled then, and compared with float64 on fixed cases of their kind, once. Who was faster is in the plan
-    store, and counts more than the table of measurements.
+    Under `providers("fastest")`, FlashAttention-4's and own kernels are candidates, too, where they can serve a call of
+    `sdpa`. FlashAttention-4's are compiled then, and compared with float64 on fixed cases of their kind, once. Who was
+    faster is in the plan store, and counts more than the table of measurements.
 
     Plans in the plan cache are not tuned: call `plan_cache.clear()` first. A plan in the plan store is loaded only if
     it was saved tuned. Not tuned, with a reason in the report: deterministic plans; plans with integer operands such as
@@ -198,10 +198,11 @@ class Alternative:
     """Another provider's plan among the candidates for a key of cuDNN's, whose operands it takes.
 
     Attributes:
-        settled: Is called with whether it is the fastest, once that is known.
+        settled: Is called with whether it is the fastest, once that is known, and why it was discarded; that of the
+            fastest last.
     """
 
-    def __init__(self, key: PlanKey, plan: Plan, settled: Callable[[bool], None]) -> None:
+    def __init__(self, key: PlanKey, plan: Plan, settled: Callable[[bool, str], None]) -> None:
         names = [operand.name for operand in (*key.inputs, *key.outputs)]
         self._places = [names.index(operand.name) for operand in (*plan.key.inputs, *plan.key.outputs)]
         self.plan, self.settled = plan, settled
@@ -262,8 +263,9 @@ class UntunedPlan(Plan):
         best = plans[winner]
         if isinstance(best, Plan):
             best.tuned = not why_not
-        for each in () if why_not else self._alternatives:
-            each.settled(each is best)
+        reasons = {} if why_not else dict(zip(plans, (x.reason for x in candidates), strict=True))
+        for each in sorted(self._alternatives if reasons else (), key=lambda each: each is best):
+            each.settled(each is best, reasons[each])
         return best
 
 

@@ -103,6 +103,9 @@ def bind_plan(
     bound_plan = partial(BoundPlan, plan, operands, results=results, numbers=numbers)
     if plan.key.provider == OWN:
         return bound_plan(extras=with_lengths + _extras_of_own(plan.key))
+    if not call.is_for_cudnn:  # `providers` names own kernels: what cuDNN cannot read where it lies is served, too
+        copied = LaunchExtras(copy_if_unaligned=_copied(plan.key))
+        more, with_lengths = more + copied, with_lengths + copied
     if call.attn_mask is None:
         return bound_plan(extras=with_lengths)
     bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
@@ -118,10 +121,15 @@ def _extras_of_own(key: PlanKey) -> LaunchExtras:
     mask = ("attn_mask",) if any(operand.name == "mask" for operand in key.inputs) else ()
     addresses = {"mask": Address("attn_mask")} if mask else {}
     if key.option_values["vectors"]:
-        layouts = {operand.name: operand.layout for operand in key.inputs}
-        copied = tuple(name for name in OPERANDS if name not in layouts or not _is_expanded(layouts[name]))
+        copied = _copied(key)
         return LaunchExtras(operands=mask, unaligned_ok=mask, addresses=addresses, copy_if_unaligned=copied)
     return LaunchExtras(operands=mask, unaligned_ok=(*mask, *OPERANDS), addresses=addresses)
+
+
+def _copied(key: PlanKey) -> tuple[str, ...]:
+    """Operands that are copied where kernels cannot read their address."""
+    layouts = {operand.name: operand.layout for operand in key.inputs}
+    return tuple(name for name in OPERANDS if name not in layouts or not _is_expanded(layouts[name]))
 
 
 def _is_expanded(layout: TensorLayout) -> bool:

@@ -15,9 +15,8 @@ from cudnn_sdpa.attention import sink_scores
 from cudnn_sdpa.attention.arguments import FP8_DTYPES, numbers_of, results, scale_of
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4 import pages
-from cudnn_sdpa.attention.flash4.choices import choices
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, reasons_against
-from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
+from cudnn_sdpa.attention.flash4.preferences import Spec
 from cudnn_sdpa.attention.flash4.programs import (
     BEGINS_KV,
     BEGINS_Q,
@@ -36,10 +35,9 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import autotune
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.function_plan import SIZES
-from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, OWN
 
 #: The largest number of packed sequences: of more, other functions would be called, too.
 MAX_SEQUENCES = 256
@@ -146,35 +144,6 @@ def reasons_of(spec: Spec, target: Target) -> list[str]:
 
 def key_of(spec: Spec, target: Target, device: int | None) -> PlanKey:
     return Call.of(spec).key(target, device)
-
-
-def is_fastest(spec: Spec, target: Target) -> bool:
-    """By what `autotune` has measured of this call, or by the table; while `autotune` is in force, cuDNN until then."""
-    if reasons_of(spec, target):
-        return False
-    chosen = tuned(spec, target)
-    if chosen is not None:
-        return chosen == FLASH4
-    row = preference_of(spec, target)
-    return row is not None and row.prefers_flash4 and not is_to_be_compared(spec)
-
-
-def is_to_be_compared(spec: Spec) -> bool:
-    """Whether `autotune` is in force, and compares dense calls; work on packed ones depends on data."""
-    return bool(autotune.in_force) and isinstance(spec, (ForwardSpec, BackwardSpec))
-
-
-def tuned(spec: Spec, target: Target) -> str | None:
-    """The provider that `autotune` has found to be faster at a call; None if it was not asked."""
-    if not isinstance(spec, (ForwardSpec, BackwardSpec)) or reasons_of(spec, target):
-        return None
-    return choices.of(key_of(spec, target, None))
-
-
-def offer(spec: Spec, of_cudnn: PlanKey) -> None:
-    """Has `autotune`, if it is in force, compare FlashAttention-4's plan with cuDNN's when that is built."""
-    if is_to_be_compared(spec) and not reasons_of(spec, of_cudnn.target):
-        choices.offer(of_cudnn, key_of(spec, of_cudnn.target, of_cudnn.device))
 
 
 def ready(spec: PagedForward, key: PlanKey) -> PlanKey:

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Sequence
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.flash4 import serving as flash4
 from cudnn_sdpa.attention.flash4.installed import installed as installed_flash4
 from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
 from cudnn_sdpa.attention.frontend.installed import installed as installed_frontend
 from cudnn_sdpa.attention.paged_varlen.plans import PagedForward
+from cudnn_sdpa.attention.providers.choices import choices
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
@@ -21,6 +21,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.functions import CompiledOp
+from cudnn_sdpa.plans import autotune
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND, OWN, other
 
 _FUNCTIONS = {
@@ -52,15 +53,15 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
     refused: UnsupportedError | None = None
     reasons: list[str] = []
     for name in _concerned(spec, names):
-        served = FLASH4 if name == FASTEST and flash4.is_fastest(spec, target) else name
+        served = _fastest(spec, target) if name == FASTEST else name
         if served in _OF_CUDNN:
             try:
                 found = spec.key(target, device)
             except UnsupportedError as error:
                 refused = refused or error
                 continue
-            if name == FASTEST:
-                flash4.offer(spec, found)
+            if name == FASTEST and _is_to_be_compared(spec):
+                choices.offer(found, _compared(spec, target, device))
             return found
         if not (against := _against(served, spec, target)):
             of_other: PlanKey = other(served).key_of(spec, target, device)
@@ -83,7 +84,7 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
     if set(names) <= {CUDNN, DEFAULT}:
         would = names[0] == DEFAULT and prefers and not _against(FLASH4, spec, target)
         return f"{usual}; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
-    is_tuned = FASTEST in names and flash4.tuned(spec, target) == (key.provider or CUDNN)
+    is_tuned = FASTEST in names and _tuned(spec, target) == (key.provider or CUDNN)
     row = row if FASTEST in names else None
     served = _WORDS[key.provider or CUDNN]
     if key.provider in (FLASH4, FRONTEND):
@@ -93,17 +94,49 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
         assert isinstance(operation, CompiledOp)
         is_ready = operation.functions.are_ready(operation.functions.kind_of(key))
         return f"{served}, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(spec, names)}")
-    if row is not None and prefers and flash4.is_to_be_compared(spec) and not _against(FLASH4, spec, target):
+    if is_tuned:
+        return f"{served}, {by}, as autotune measured"
+    if row is not None and prefers and _is_to_be_compared(spec) and not _against(FLASH4, spec, target):
         return f"{served}, {by}, until autotune has compared FlashAttention-4"
     by_it = (OWN,) if key.provider == OWN != _usual(spec) else _OF_CUDNN
     before = [*itertools.takewhile(lambda name: name not in by_it, names)]
-    before += [FLASH4] * (row is not None and prefers)
-    for name in (FLASH4, FRONTEND, OWN):
-        if name in before and (against := _against(name, spec, target)):
-            return f"{served}: {_WORDS[name]} {_DO_NOT[name]} serve it, as {'; '.join(against)}"
-    if is_tuned:
-        return f"{served}, {by}, as autotune measured"
+    before += [FLASH4] * (row is not None and prefers and FLASH4 not in before)
+    reasons = {name: _against(name, spec, target) for name in before if name in _DO_NOT}
+    if any(reasons.values()):
+        refused = (f"{_WORDS[x]} {_DO_NOT[x]} serve it, as {'; '.join(y)}" for x, y in reasons.items() if y)
+        return f"{served}: {', and '.join(refused)}"
     return f"{served}, {by}: FlashAttention-4 {row}" if row else f"{served}, {by}"
+
+
+def _fastest(spec: Spec, target: Target) -> str:
+    """The provider of a call under "fastest": by what `autotune` has measured of it, or by the table.
+
+    While `autotune` is in force, and compares the call, it is cuDNN's until then.
+    """
+    if tuned := _tuned(spec, target):
+        return tuned
+    row = preference_of(spec, target)
+    prefers = row is not None and row.prefers_flash4 and not _is_to_be_compared(spec)
+    return FLASH4 if prefers and not _against(FLASH4, spec, target) else FASTEST
+
+
+def _tuned(spec: Spec, target: Target) -> str | None:
+    """The provider that `autotune` has found to be faster at a call; None if it was not asked."""
+    compared = _compared(spec, target, None)
+    return choices.of(compared) if compared else None
+
+
+def _is_to_be_compared(spec: Spec) -> bool:
+    """Whether `autotune` is in force, and compares dense calls; work on packed ones depends on data."""
+    return bool(autotune.in_force) and isinstance(spec, (ForwardSpec, BackwardSpec))
+
+
+def _compared(spec: Spec, target: Target, device: int | None) -> tuple[PlanKey, ...]:
+    """The keys of plans that `autotune` compares with cuDNN's, whose operands they take; own ones have other masks."""
+    if not isinstance(spec, (ForwardSpec, BackwardSpec)):
+        return ()
+    names = (FLASH4,) if spec.dense.attn_mask is not None else (FLASH4, OWN)
+    return tuple(other(name).key_of(spec, target, device) for name in names if not _against(name, spec, target))
 
 
 def _concerned(spec: Spec, names: Sequence[str]) -> Sequence[str]:

@@ -194,7 +194,7 @@ def test_another_providers_plan_takes_over_if_it_is_faster(machine, monkeypatch,
 
     def alternatives(of):
         turned = dataclasses.replace(of, outputs=of.outputs[::-1], provider="other")
-        return [Alternative(of, Plan(turned, other, {}), settled.append)]
+        return [Alternative(of, Plan(turned, other, {}), lambda *how: settled.append(how))]
 
     monkeypatch.setattr(autotune_module, "alternatives", [alternatives])
     with autotune() as report:
@@ -203,7 +203,7 @@ def test_another_providers_plan_takes_over_if_it_is_faster(machine, monkeypatch,
         x, out = operands()
         launch(made, x, out)
     assert torch.equal(out, x * 0.5)
-    assert settled == [wins]
+    assert settled == [(wins, "")]
     assert [plan.engine for plan in replaced] == ["eng1"]
     assert (type(made.fastest) is Alternative) is wins
     assert [each.engine for each in report.entries[0].candidates] == ["eng1", "eng2", "eng9"]
@@ -219,12 +219,17 @@ def test_a_wrong_plan_of_another_provider_is_dropped(machine, monkeypatch):
 
     def alternatives(of):
         wrong = Engine("eng9", 1, lacks_a_row)
-        return [Alternative(of, Plan(dataclasses.replace(of, provider="other"), wrong, {}), settled.append)]
+        return [
+            Alternative(
+                of, Plan(dataclasses.replace(of, provider="other"), wrong, {}), lambda *how: settled.append(how)
+            )
+        ]
 
     monkeypatch.setattr(autotune_module, "alternatives", [alternatives])
     made, entry, right = tuned(key(outputs=2))
-    assert (made.engine, entry.winner, right, settled) == ("eng1", 0, True, [False])
-    assert "differ from the first choice's" in entry.candidates[1].reason
+    assert (made.engine, entry.winner, right) == ("eng1", 0, True)
+    assert settled == [(False, "its results differ from the first choice's")]
+    assert entry.candidates[1].reason == settled[0][1]
 
 
 def test_a_single_proposal_is_tuned(machine):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cudnn_sdpa import autotune, explain, providers, sdpa
-from cudnn_sdpa.attention.flash4 import checks, serving
-from cudnn_sdpa.attention.flash4.choices import Choices
+from cudnn_sdpa.attention.flash4 import checks
 from cudnn_sdpa.attention.flash4.programs import Kind
+from cudnn_sdpa.attention.providers import choices, choosing
+from cudnn_sdpa.attention.providers.choices import Choices, _Choice
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
 from cudnn_sdpa.errors import ExecutionError, LibraryError
 from cudnn_sdpa.plans import default_store
@@ -41,53 +42,74 @@ def described(length=300):
 
 
 def other_process(monkeypatch):
-    monkeypatch.setattr(serving, "choices", Choices())
+    monkeypatch.setattr(choosing, "choices", Choices())
 
 
-@pytest.mark.sample(1)
-@pytest.mark.usefixtures("_store")
-@pytest.mark.parametrize(("is_fastest", "provider"), [(True, "fa4"), (False, "cudnn")])
-def test_a_choice_is_in_the_plan_store(monkeypatch, is_fastest, provider):
-    other_process(monkeypatch)
-    assert "autotune" not in described().choice
+def offered_by(monkeypatch):
+    """The keys whose plans `autotune` would compare for `described()`: cuDNN's, and the others' by their providers."""
     offered = []
-    monkeypatch.setattr(serving.choices, "offer", lambda *keys: offered.append(keys))
+    monkeypatch.setattr(choosing.choices, "offer", lambda *keys: offered.append(keys))
     with autotune():
         assert described().provider == "cudnn"
-    of_cudnn, key = offered[0]
-    assert (of_cudnn.provider, key.provider) == (None, "fa4")
-    serving.choices._settled(key.without_device(), is_fastest)
+    of_cudnn, keys = offered[0]
+    assert of_cudnn.provider is None
+    return of_cudnn, {key.provider: key for key in keys}
+
+
+def settle(made, keys, fastest, discarded=None):
+    """What `autotune` says once it has compared plans of these keys."""
+    choice = _Choice(tuple(key.without_device() for key in keys.values()))
+    for provider in sorted(keys, key=lambda provider: provider == fastest):
+        reason = (discarded or {}).get(provider, "")
+        made._settled(choice, keys[provider], provider == fastest, reason)
+
+
+@pytest.mark.usefixtures("_store")
+@pytest.mark.parametrize("fastest", ["fa4", "own", "cudnn"])
+def test_a_choice_is_in_the_plan_store(monkeypatch, fastest):
+    other_process(monkeypatch)
+    assert "autotune" not in described().choice
+    _, keys = offered_by(monkeypatch)
+    assert list(keys) == ["fa4", "own"]
+    settle(choosing.choices, keys, fastest)
     for _ in range(2):
         found = described()
-        assert found.provider == provider
+        assert found.provider == fastest
         assert "as autotune measured" in found.choice
         other_process(monkeypatch)
     assert "autotune" not in described(length=301).choice
 
 
+@pytest.mark.usefixtures("_store")
+def test_a_kind_that_was_discarded_serves_no_call(monkeypatch):
+    """A wrong result is no slower one: other shapes of the kind are refused, too."""
+    other_process(monkeypatch)
+    _, keys = offered_by(monkeypatch)
+    refused = []
+    monkeypatch.setattr(choices.functions, "refuse", lambda *why: refused.append(why))
+    settle(choosing.choices, keys, "cudnn", {"fa4": "its results differ", "own": "it cannot be launched"})
+    assert [why for _, why in refused] == ["in a comparison, its results differ"]
+    assert "autotune" not in described().choice
+    settle(choosing.choices, keys, "cudnn", {"fa4": "its results differ"})
+    assert "as autotune measured" in described().choice
+
+
 def test_a_store_that_is_set_later_has_its_say(monkeypatch, tmp_path):
     other_process(monkeypatch)
     monkeypatch.setattr(default_store, "active", lambda: None)
-    offered = []
-    monkeypatch.setattr(serving.choices, "offer", lambda *keys: offered.append(keys))
-    with autotune():
-        assert "autotune" not in described().choice.replace("until autotune", "")
+    _, keys = offered_by(monkeypatch)
     folder = tmp_path / "plans"
     folder.mkdir(mode=0o700)
     opened = open_store(folder, "folder")
     monkeypatch.setattr(default_store, "active", lambda: opened)
-    Choices()._settled(offered[0][1].without_device(), True)
+    settle(Choices(), keys, "fa4")
     assert described().provider == "fa4"
 
 
 @pytest.mark.parametrize("error", [ExecutionError("no launch"), torch.OutOfMemoryError("full"), LibraryError("no cc")])
 def test_what_cannot_be_compared_is_cudnns(monkeypatch, error):
     other_process(monkeypatch)
-    offered = []
-    monkeypatch.setattr(serving.choices, "offer", lambda *keys: offered.append(keys))
-    with autotune():
-        described()
-    of_cudnn, key = offered[0]
+    of_cudnn, keys = offered_by(monkeypatch)
     monkeypatch.undo()
 
     def fault(*_):
@@ -96,7 +118,7 @@ def test_what_cannot_be_compared_is_cudnns(monkeypatch, error):
     monkeypatch.setattr(checks, "fault", fault)
     monkeypatch.setattr(checks.functions, "refuse", lambda *_: None)
     found = Choices()
-    found.offer(of_cudnn, dataclasses.replace(key, device=0))
+    found.offer(of_cudnn, (dataclasses.replace(keys["fa4"], device=0),))
     if isinstance(error, ExecutionError):
         monkeypatch.setattr(checks.functions, "failure", lambda _: "refused")
     assert found.alternatives_of(of_cudnn) == []
@@ -112,11 +134,8 @@ def test_a_kind_without_a_fixed_case_is_not_compared():
 def test_without_a_store_a_choice_is_of_the_process(monkeypatch):
     monkeypatch.setattr(default_store, "active", lambda: None)
     other_process(monkeypatch)
-    offered = []
-    monkeypatch.setattr(serving.choices, "offer", lambda *keys: offered.append(keys))
-    with autotune():
-        described()
-    serving.choices._settled(offered[0][1].without_device(), True)
+    _, keys = offered_by(monkeypatch)
+    settle(choosing.choices, keys, "fa4")
     assert described().provider == "fa4"
     other_process(monkeypatch)
     assert described().provider == "cudnn"

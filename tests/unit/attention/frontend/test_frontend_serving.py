@@ -143,6 +143,17 @@ def test_what_it_lacks_is_cudnns_and_explained(changed, options, reason):
     assert reason in found.choice
 
 
+def test_explain_has_the_reasons_of_all_that_were_named_before():
+    q, k, v = tensors()
+    for names in (("frontend", "own", "cudnn"), ("own", "frontend", "cudnn")):
+        with providers(*names):
+            found = explain(sdpa, q, k, v, softcap=3.0)
+        assert found.provider == "cudnn"
+        places = [found.choice.index(x) for x in ("cuDNN's frontend does not serve it", "own kernels do not serve it")]
+        assert (places == sorted(places)) == (names[0] == "frontend")
+        assert "it has no soft cap" in found.choice
+
+
 def test_calls_that_meet_a_known_bug_are_another_providers(monkeypatch):
     bug = KnownIssue("it skips a tile", "seen on an H200", "refused", concerns=lambda _: True, provider="frontend")
     monkeypatch.setattr(known_issues, "ATTENTION_ISSUES", (*known_issues.ATTENTION_ISSUES, bug))
@@ -176,6 +187,13 @@ def test_tensors_whose_addresses_may_not_fit_32_bits_are_declined():
             found = explain(sdpa, *tensors(length))
         assert found.supported is is_served
         assert any("2,147,483,647 elements of q" in reason for reason in found.reasons) is not is_served
+
+
+@pytest.mark.parametrize(("batch", "heads", "is_served"), [(65535, 1, True), (65536, 1, False), (1, 65536, False)])
+def test_more_batch_entries_or_heads_than_a_grid_has(batch, heads, is_served):
+    rows = TensorLayout.contiguous((batch, heads, 2, 264), torch.float16)
+    found = plans.reasons_against(dict.fromkeys(("q", "k", "v", "out"), rows), None, target())
+    assert found == ([] if is_served else ["its grids have at most 65,535 batch entries or heads"])
 
 
 def test_a_kind_in_words():
