@@ -204,6 +204,7 @@ def test_the_pages_name_existing_parts(tables):
         ("conv-peers", ConvPart.PEERS),
         ("fp8-rotations", Fp8Part.ROTATIONS),
         ("host-training", HostPart.TRAINING),
+        ("host-launches", HostPart.LAUNCHES),
         ("fused-norms-fp8", FusedPart.NORMS_FP8),
         ("fused-append", FusedPart.ROPE_APPEND),
         ("fused-in-place", FusedPart.ROPE_IN_PLACE),
