@@ -8,7 +8,7 @@ kind, or read from the plan store.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -36,21 +36,27 @@ OF_LARGE: tuple[Provider, ...] = (CUDNN, FRONTEND)
 #: Calls of each length have this many tokens in all.
 TOKENS = 16384
 
-#: Query heads, key heads and head dims of the calls whose lengths vary.
-HEADS = ((32, 8, 64), (32, 8, 128), (16, 8, 256))
 
-LENGTHS = tuple(
-    Configuration(
-        f"{heads}/{heads_kv} heads, D={dim}, causal, {TOKENS // length} × {length:,}",
-        (heads, heads_kv),
-        (length,) * (TOKENS // length),
-        dim=dim,
+def _causal(kinds: Iterable[tuple[int, int, int]], lengths: Sequence[int]) -> tuple[Configuration, ...]:
+    """Calls of these query heads, key heads and head dims, of each of the lengths."""
+    return tuple(
+        Configuration(
+            f"{heads}/{heads_kv} heads, D={dim}, causal, {TOKENS // length} × {length:,}",
+            (heads, heads_kv),
+            (length,) * (TOKENS // length),
+            dim=dim,
+        )
+        for heads, heads_kv, dim in kinds
+        for length in lengths
     )
-    for heads, heads_kv, dim in HEADS
-    for length in (512, 1024, 2048, 4096, 8192, 16384)
-)
 
-FORWARD, TRAINING = peers.FORWARD, peers.TRAINING
+
+LENGTHS = _causal(((32, 8, 64), (32, 8, 128), (16, 8, 256)), (512, 1024, 2048, 4096, 8192, 16384))
+
+#: Calls with as many key heads as query heads: kernels that differ from those of groups.
+UNGROUPED = _causal(((32, 32, 64), (32, 32, 128), (16, 16, 256)), (512, 2048, 8192, 16384))
+
+FORWARD, BACKWARD, TRAINING = (*peers.FORWARD, *UNGROUPED), (*peers.TRAINING, *UNGROUPED), peers.TRAINING
 
 LARGE = (
     *(
@@ -67,8 +73,9 @@ LARGE = (
 #: Processes whose first calls are measured.
 PROCESSES = 5
 
-#: Where the host's time shows: a call whose kernel is short.
+#: Where the host's time shows: calls whose kernels are short. "fastest" gives the longer to FlashAttention-4.
 SMALL = Shape(batch=1, heads_q=8, heads_kv=2, length=128, dim=128, causal=True)
+LONGER = SMALL._replace(length=512)
 
 
 def forward() -> list[Row]:
@@ -90,7 +97,7 @@ def lengths() -> list[Row]:
 
 def backward() -> list[Row]:
     """Device time of the backward pass alone."""
-    return [_row_of_backward(asked) for asked in track(TRAINING, "backward", transient=True)]
+    return [_row_of_backward(asked) for asked in track(BACKWARD, "backward", transient=True)]
 
 
 def backward_lengths() -> list[Row]:
@@ -107,12 +114,7 @@ def large() -> list[Row]:
 def host() -> list[Row]:
     """CPU time of one warm call by each provider; one setting is in force at a time."""
     wait_for_native_calls()
-    q, k, v = SMALL.tensors(requires_grad=True)
-    detached, grad_out = tuple(x.detach() for x in (q, k, v)), torch.randn_like(q)
-    calls: dict[str, Callable[[], object]] = {
-        "forward": lambda: sdpa(*detached, is_causal=True),
-        "forward and backward": lambda: torch.autograd.grad(_attend(q, k, v), (q, k, v), grad_out),
-    }
+    calls = _host_calls(SMALL) | {f"{name}, 1 × {LONGER.length}": x for name, x in _host_calls(LONGER).items()}
     best: dict[str, dict[str, float]] = {name: {x: float("inf") for x in PROVIDERS} for name in calls}
     for _ in range(5):
         for provider in PROVIDERS:
@@ -143,6 +145,15 @@ def first_calls() -> list[Row]:
         }
         for kind in measured[0]
     ]
+
+
+def _host_calls(shape: Shape) -> dict[str, Callable[[], object]]:
+    q, k, v = shape.tensors(requires_grad=True)
+    detached, grad_out = tuple(x.detach() for x in (q, k, v)), torch.randn_like(q)
+    return {
+        "forward": lambda: sdpa(*detached, is_causal=True),
+        "forward and backward": lambda: torch.autograd.grad(_attend(q, k, v), (q, k, v), grad_out),
+    }
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ FLASH4_US = f"{benchmark.BY_FLASH4} µs"
 PARTS = {
     "forward": (False, providers.FORWARD),
     "lengths": (False, providers.LENGTHS),
-    "backward": (True, providers.TRAINING),
+    "backward": (True, providers.BACKWARD),
     "backward_lengths": (True, providers.LENGTHS),
 }
 
@@ -140,6 +140,7 @@ def _row(call: Configuration, row: Row, *, is_backward: bool) -> Row:
         "queries": round(mean) if call.packed else call.lengths[0],
         "keys": round(mean) if call.packed else call.keys or call.lengths[0],
         "tokens": sum(call.lengths),
+        **({} if call.left is None else {"left": call.left}),
         "fa4_us": round(row["fa4 µs"], 1),
         "cudnn_us": round(row["cudnn µs"], 1),
         "of": call.name,

@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,11 +300,14 @@ class NotedKernel:
 
 def everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object) -> None:
     """Puts an object in place of another under whatever name a module of the package has it."""
-    for name, module in sys.modules.copy().items():  # other threads import modules
-        if name.startswith("cudnn_sdpa"):
-            for attribute, value in list(vars(module).items()):
-                if value is original:
-                    patch.setattr(module, attribute, replacement)
+    for module, attribute in _places_of(original):
+        patch.setattr(module, attribute, replacement)
+
+
+def _places_of(wanted: object) -> list[tuple[ModuleType, str]]:
+    """The names by which modules of the package have an object."""
+    modules = [x for name, x in sys.modules.copy().items() if name.startswith("cudnn_sdpa")]  # others import meanwhile
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is wanted]
 
 
 @contextlib.contextmanager
@@ -340,7 +343,13 @@ def gpu_on_the_cpu(
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
-    with pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
+    def give_back(original: object) -> None:
+        """To modules that were first imported meanwhile."""
+        for module, name in _places_of(built):
+            setattr(module, name, original)
+
+    with contextlib.ExitStack() as last, pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
+        last.callback(give_back, cache.build_plan)
         everywhere(patch, gpu_target.live_target, lambda _: target)
         everywhere(patch, cache.build_plan, built)
         patch.setattr(KernelOp, "plan", noted)

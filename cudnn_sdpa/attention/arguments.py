@@ -431,7 +431,9 @@ def _hint_on_dtype(q: Tensor) -> str:
     if not q.is_floating_point():
         return ""
     convert = "Convert with q.to(torch.bfloat16)"
-    return f"{convert}, or use kernels.attention, which takes float32." if q.dtype == torch.float32 else f"{convert}."
+    if q.dtype != torch.float32:
+        return f"{convert}."
+    return f"{convert}. sdpa takes float32 under providers('cudnn', 'own'), and kernels.attention always."
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> None:

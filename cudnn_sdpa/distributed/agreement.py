@@ -25,6 +25,8 @@ import torch.distributed as dist
 from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND, OWN
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -92,10 +94,10 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreements] = weakref
 
 
 def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], tuple[str, ResultT]]) -> ResultT:
-    """The result of `summarize`, if its summaries are equal on all ranks.
+    """The result of `summarize`, if its summaries and the installations of named providers are equal on all ranks.
 
-    `summarize` checks the call, and returns everything that must be equal on all ranks, as text, and the result. An
-    error of it is published, so that no rank waits for this one.
+    `summarize` checks the call, and returns everything else that must be equal on all ranks, as text, and the result.
+    An error of it is published, so that no rank waits for this one.
     """
     store = _store(group_rank)
     if store is None or is_capturing():
@@ -104,7 +106,7 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
     rendezvous = _Rendezvous(store, group_rank, agreements.count)
     try:
         summary, result = summarize()
-        signature = f"{function}; {summary}"
+        signature = "; ".join([function, summary, *_installations()])
         if signature in agreements.signatures and not value_checks.enabled:
             return result
         rendezvous.publish(signature)
@@ -120,6 +122,19 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
         _check(group_rank, rank, record, signature, function=function)
     agreements.remember(signature)
     return result
+
+
+def _installations() -> list[str]:
+    """What is installed of the libraries whose kernels the providers in force may take."""
+    names = providers.active()
+    if {CUDNN, DEFAULT, OWN}.issuperset(names):
+        return []
+    from cudnn_sdpa.attention.flash4 import installed as flash4  # few programs name them
+    from cudnn_sdpa.attention.frontend import installed as frontend
+
+    of = {FLASH4: flash4, FASTEST: flash4, FRONTEND: frontend}
+    found = {name: of[name].installed() for name in names if name in of}
+    return [f"{name}={'unusable' if x.missing else x.identity}" for name, x in found.items()]
 
 
 def _store(group_rank: GroupRank) -> Store | None:

@@ -234,6 +234,8 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "PyTorch", f"{facts.torch}, CUDA {facts.cuda or 'none'}{its_cudnn}"
     yield "cuDNN", version_string(facts.cudnn) if facts.cudnn else "none"
     yield "frontend", facts.frontend or "none"
+    if "nvidia-cutlass-dsl" in facts.packages:  # which compiles them, and which others install, too
+        yield "its kernels", facts.frontend_missing or facts.frontend_kernels
     for path in facts.mapped:
         yield "loaded", path
     yield "driver", facts.driver or "no kernel module"
@@ -243,7 +245,7 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
         how = f"relative error {facts.difference}" if facts.difference else "planned for another machine"
         yield "a call", f"{facts.engine}, {how}"
     yield "calls", facts.native
-    if facts.flash4:
+    if "flash-attn-4" in facts.packages:
         yield "flash-attn-4", facts.flash4_missing or facts.flash4
     yield "plan store", facts.plan_store or "none"
     for name, value in facts.environment.items():

@@ -39,7 +39,7 @@ TIMEOUT_SECONDS = 300.0
 _PROGRAM = "from cudnn_sdpa.doctor.probe import main; main()"
 
 #: Packages to list, besides those whose name begins with "nvidia-".
-_PACKAGES = ("torch", "triton", "cudnn-sdpa")
+_PACKAGES = ("torch", "triton", "cudnn-sdpa", "flash-attn-4")
 _VARIABLES = re.compile(
     r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC|CXX"
 )
@@ -89,7 +89,8 @@ class Facts:
     hip: str | None
     flash4: str = ""  # versions of FlashAttention-4 and of what it needs
     flash4_missing: str = ""  # why it cannot be used
-    frontend_missing: str = ""  # why the frontend's own kernels cannot be used
+    frontend_kernels: str = ""  # versions of the frontend and of what its own kernels need
+    frontend_missing: str = ""  # why they cannot be used
     compiler_missing: str = ""  # why functions of both cannot be linked
     plan_store: str | None = None  # None if it is off, or the user has no cache folder
     plan_store_problem: str = ""  # why plans cannot be saved
@@ -127,6 +128,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         native=loader.forecast(),
         flash4=installed().identity,
         flash4_missing=installed().missing,
+        frontend_kernels=frontend.installed().identity,
         frontend_missing=frontend.installed().missing,
         compiler_missing=function_compiler.why_no_compiler(),
         torch=torch.__version__,

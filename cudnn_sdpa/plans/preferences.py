@@ -25,6 +25,12 @@ def gpu_of(function: str) -> str:
     return measured.partition(",")[0]
 
 
+def source_of(function: str) -> str:
+    """The file that the rows of a function were made of, in the repository."""
+    source: str = _table()[function]["source"]
+    return source
+
+
 def rows_of(function: str) -> list[dict[str, Any]]:
     """The rows of a function, whose lists are tuples."""
     rows = _table()[function]["rows"]

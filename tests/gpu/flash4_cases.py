@@ -65,6 +65,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "256": {"dims": (256, 256)},
     "latent": {"dims": (192, 128), "heads": (3, 3)},
     "sinks": {"dims": (64, 64), "sinks": True},
+    "sinks far above or below all scores": {"dims": (64, 64), "sinks": 300.0},
     "soft cap": {"softcap": 20.0, "scale": 0.9},
     "negative scale": {"scale": -0.3},
     "packed views": {"views": "packed"},

@@ -15,7 +15,7 @@ import cudnn_sdpa
 
 @dataclass(frozen=True)
 class Config:
-    """One call. Options default to off."""
+    """One call. Options default to off. `sinks` are random; or of this size, those of every other head negative."""
 
     number: int
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Config:
     causal_alignment: str = "bottom_right"
     window_size: tuple[int, int] | None = None
     softcap: float | None = None
-    sinks: bool = False
+    sinks: bool | float = False
     dropout_p: float = 0.0
     deterministic: bool = False
     needs: str = "qkv"
@@ -58,6 +58,8 @@ def tensors(c: Config) -> dict[str, Tensor | None]:
     if c.same:
         offsets["cu_seqlens_kv"] = offsets["cu_seqlens_q"]
     sinks = torch.randn(c.heads[0], device="cuda") * 2 + 0.5 if c.sinks else None
+    if sinks is not None and c.sinks is not True:
+        sinks.fill_(c.sinks)[::2].neg_()
     grad_out = torch.randn(rows, c.heads[0], c.dims[1], **cuda)
     return {"q": q, "k": k, "v": v, "sinks": sinks, "grad_out": grad_out, **offsets}
 
@@ -79,7 +81,7 @@ def expected(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, di
             continue
         one = dense_calls.Config(
             *(c.number, c.dtype, 1, c.heads, sq, skv, c.dims, (), "", c.scale, c.is_causal, c.causal_alignment),
-            *(c.window_size, c.softcap, False, c.sinks),
+            *(c.window_size, c.softcap, False, bool(c.sinks)),
         )
         where = {"q": rows, "k": columns, "v": columns, "grad_out": rows}
         part = {name: t[name][place].transpose(0, 1).unsqueeze(0) for name, place in where.items()}

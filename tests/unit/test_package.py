@@ -12,9 +12,11 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import flash4_stand_in as stand_in
 import pytest
 
 import cudnn_sdpa
+from cudnn_sdpa.engine.explain import TARGET_VARIABLE
 
 PACKAGE = Path(cudnn_sdpa.__file__).parent
 #: Layers from the bottom up; a module imports its own layer and those below it.
@@ -131,16 +133,19 @@ def own_calls(name: str) -> Iterator[ast.Call]:
             yield node
 
 
-def test_neither_importing_nor_a_call_on_the_cpu_starts_cuda_or_loads_cudnn(run_python):
+def test_neither_importing_nor_a_call_on_the_cpu_starts_cuda_or_loads_cudnn(run_python, tmp_path):
+    """Nor does anything import what another provider's kernels are compiled with: `explain`, for example."""
+    stand_in.write(tmp_path)
     result = run_python(
         """
 import pathlib, sys, threading, torch, torch.utils.flop_counter, warnings  # this one imports triton since 2.14
 before = set(sys.modules)
+compilers = {"cutlass", "flash_attn", "nvidia_cutlass_dsl", "quack", "tvm_ffi"}
 warnings.simplefilter("error")
 import cudnn_sdpa
 assert not torch.cuda.is_initialized()
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
-assert not new & {"cudnn", "nvidia", "triton", "numpy", "cutlass", "typer", "rich"}, new
+assert not new & {"cudnn", "nvidia", "triton", "numpy", "typer", "rich", *compilers}, new
 maps = pathlib.Path("/proc/self/maps").read_text()
 assert "libcudnn_graph" not in maps and "stand-in-driver" not in maps
 assert threading.active_count() == 1
@@ -149,8 +154,14 @@ cudnn_sdpa.sdpa(q, q, q, is_causal=True, return_lse=True)
 cudnn_sdpa.plan_cache.info()
 assert "cudnn" not in sys.modules
 assert not torch.cuda.is_initialized()
+q = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
+with cudnn_sdpa.providers("fa4", "cudnn"):
+    assert cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q, is_causal=True).provider == "fa4"
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert not new & compilers, new
 """,
         fresh=True,
+        **{TARGET_VARIABLE: "h100"},
     )
     assert result.stdout == ""
 

@@ -104,8 +104,9 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
     if q.dtype not in DTYPES:
         reasons.append(f"its dtypes are float16 and bfloat16, and q has {str(q.dtype).removeprefix('torch.')}")
     if dims not in DIMS:
-        served = ", ".join(str(dim) if dim == dim_v else f"{dim} and {dim_v}" for dim, dim_v in DIMS)
-        reasons.append(f"it is right with head dims of {served}, and q and v have {dims[0]} and {dims[1]}")
+        *most, last = (str(dim) if dim == dim_v else f"{dim} with {dim_v}" for dim, dim_v in DIMS)
+        served = f"{', '.join(most)}, and {last}"
+        reasons.append(f"it is right with head dims of {served}; q and v have {dims[0]} and {dims[1]}")
     grid = q.shape[1:2] if is_packed else q.shape[:2]
     if max(grid) > known_issues.MAX_GRID and (is_packed or ("grad_q" not in layouts and window != CAUSAL)):
         reasons.append(f"its grids have at most {known_issues.MAX_GRID:,} batch entries or heads")

@@ -1,9 +1,9 @@
 """Calls that FlashAttention-4 serves faster than cuDNN: rows of measurements, for `providers("fastest")`.
 
 The table has a row for each call of `benchmarks providers`. A row is
-for calls of the same pass, head dims, kind of mask and options, whose lengths (of packed sequences the mean) and number
-of tokens are within a factor of what was measured. Rows that were measured on the call's GPU go before others'. Without
-a row, cuDNN serves a call.
+for calls of the same pass, head dims, kind of mask and options, whose lengths (of packed sequences the mean), left
+bound of a window and number of tokens are within a factor of what was measured. Rows that were measured on the call's
+GPU go before others'. Without a row, cuDNN serves a call.
 
 Calls on pages have rows of their own, of steps of `benchmarks decode`. A row is for causal calls of the same head dims,
 whose sequences have as many new tokens, in the mean, or more: numbers of keys are data.
@@ -22,12 +22,12 @@ from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.preferences import gpu_of, rows_of
+from cudnn_sdpa.plans.preferences import gpu_of, rows_of, source_of
 
 #: FlashAttention-4 serves calls that take it at most this share of cuDNN's time.
 AT_MOST = 0.98
 
-#: How far lengths, and numbers of tokens, may be from those of a row.
+#: How far lengths and left bounds, and numbers of tokens, may be from those of a row.
 LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
 
 #: Fewer tokens may not fill the GPU, and say nothing of larger batches: LENGTH_FACTOR bounds the tokens of such rows.
@@ -36,7 +36,8 @@ FEW_TOKENS = 2048
 _Dense = ForwardSpec | BackwardSpec | PackedForward | PackedBackward
 Spec = _Dense | PagedForward
 
-FULL, CAUSAL, WINDOW = "full", "causal", "window"
+#: Kinds of masks. A window ends at the diagonal; bands without rows are others.
+FULL, CAUSAL, WINDOW, OTHER = "full", "causal", "window", "other"
 
 
 class Configuration(NamedTuple):
@@ -53,7 +54,7 @@ class Configuration(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A row: times in microseconds, the benchmark's call that took them, and the section of the table."""
+    """A row: times in microseconds, the benchmark's call that took them, its left bound, and the table's section."""
 
     configuration: Configuration
     queries: int
@@ -63,10 +64,11 @@ class Preference(NamedTuple):
     cudnn_us: float
     of: str
     section: str = "sdpa"
+    left: int | None = None
 
     def __str__(self) -> str:
         times = f"measured {self.fa4_us:.0f} µs, cuDNN's engines {self.cudnn_us:.0f} µs"
-        return f"{times} ({self.of}, on an {self.gpu}; preferences.json)"
+        return f"{times} ({self.of}, on an {self.gpu}; {source_of(self.section)})"
 
     @property
     def gpu(self) -> str:
@@ -90,7 +92,8 @@ class PagesPreference(NamedTuple):
 
     def __str__(self) -> str:
         times = f"measured {self.fa4_us:.0f} µs, the own kernel {self.own_us:.0f} µs"
-        return f"{times} ({self.of}, on an {gpu_of('sdpa_paged_varlen')}; preferences.json)"
+        section = "sdpa_paged_varlen"
+        return f"{times} ({self.of}, on an {gpu_of(section)}; {source_of(section)})"
 
     @property
     def prefers_flash4(self) -> bool:
@@ -117,7 +120,8 @@ def preference_of(spec: Spec, target: Target) -> Preference | PagesPreference | 
     """The row of a call: the nearest within range, of those measured on its GPU if there are any; None without one."""
     if isinstance(spec, PagedForward):
         return _of_pages(spec, target)
-    rows = preferences().get(_configuration_of(spec, target), [])
+    mask, left = _mask_of(spec)
+    rows = preferences().get(_configuration_of(spec, mask, target), [])
     if not rows:
         return None
     queries, keys, tokens = _sizes(spec)
@@ -126,6 +130,7 @@ def preference_of(spec: Spec, target: Target) -> Preference | PagesPreference | 
         for row in rows
         if _is_within(LENGTH_FACTOR, queries, row.queries)
         and _is_within(LENGTH_FACTOR, keys, row.keys)
+        and _is_within(LENGTH_FACTOR, left or 0, row.left or 0)
         and _is_within(TOKEN_FACTOR if row.tokens >= FEW_TOKENS else LENGTH_FACTOR, tokens, row.tokens)
     ]
     of_its_gpu = [row for row in near if row.gpu == target.name]
@@ -155,16 +160,30 @@ def _sizes(spec: _Dense) -> tuple[float, float, int]:
     return dense.rows, dense.skv, dense.q.shape[0] * dense.rows
 
 
-def _configuration_of(spec: _Dense, target: Target) -> Configuration:
+def _mask_of(spec: _Dense) -> tuple[str, int | None]:
+    """The kind of mask, and a window's left bound, from the diagonal that ends at the last query and the last key."""
+    if isinstance(spec, (PackedForward, PackedBackward)):
+        band, shift = spec.packed.mask.band, 0  # from the first key only beside as many queries
+    else:
+        band, shift = spec.dense.mask.band, spec.dense.skv - spec.dense.rows
+    if band is None:
+        return FULL, None
+    left, right, is_bottom_right = band
+    shift = 0 if is_bottom_right else shift
+    if right != shift:
+        return OTHER, None
+    return (CAUSAL, None) if left is None else (WINDOW, left + shift)
+
+
+def _configuration_of(spec: _Dense, mask: str, target: Target) -> Configuration:
     is_packed = isinstance(spec, (PackedForward, PackedBackward))
     call: AttentionSpec = spec.packed if isinstance(spec, (PackedForward, PackedBackward)) else spec.dense
-    left, right, _ = call.mask.band or (None, None, False)
     is_backward = isinstance(spec, (BackwardSpec, PackedBackward))
     return Configuration(
         sm=target.sm,
         is_backward=is_backward,
         dims=(call.q.shape[-1], call.v.shape[-1]),
-        mask=WINDOW if left is not None else CAUSAL if right is not None else FULL,
+        mask=mask,
         is_capped=call.is_capped,
         has_sinks=not is_backward and call.sink_use is not SinkUse.ABSENT,
         is_grouped=call.q.shape[1] > call.k.shape[1],

@@ -157,7 +157,7 @@ def test_providers(tmp_path, part, monkeypatch):
     from benchmarks import providers
 
     small = tuple(replace(each, lengths=each.lengths[:2]) for each in providers.TRAINING[:2])
-    for name in ("FORWARD", "TRAINING", "LENGTHS"):
+    for name in ("FORWARD", "BACKWARD", "TRAINING", "LENGTHS"):
         monkeypatch.setattr(providers, name, small)
     monkeypatch.setattr(providers, "LARGE", providers.LARGE[:1])
     monkeypatch.setattr(providers, "PROCESSES", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import parallel_cases as cases
@@ -10,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from compiled_functions import given_functions
+from float64_reference import attend
 
 import cudnn_sdpa
+from cudnn_sdpa.attention.flash4.installed import installed
 from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
 
 GPUS = torch.cuda.device_count()
@@ -52,11 +56,14 @@ def _left(rank, store):
     Path(f"{store}.{rank}").touch()
 
 
+def _drawn():
+    torch.manual_seed(3)
+    return [torch.randn(1, TOKENS, n, 128, device="cuda").bfloat16().transpose(1, 2) for n in (8, 8, 2, 2)]
+
+
 def _rank(rank, ranks, store, method):
     _joined(rank, ranks, store)
-    torch.manual_seed(3)
-    q, grad = (torch.randn(1, TOKENS, 8, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
-    k, v = (torch.randn(1, TOKENS, 2, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
+    q, grad, k, v = _drawn()
     options = [{}, {"is_causal": True}] + ([] if method == "ring" else [{"is_causal": True, "window_size": (300, 0)}])
     for given in options:
 
@@ -78,6 +85,25 @@ def _rank(rank, ranks, store, method):
         torch.cuda.set_sync_debug_mode("error")  # no host waits for offsets
         packed(*mine)
         torch.cuda.set_sync_debug_mode("default")
+    _left(rank, store)
+
+
+def _rank_by_flash4(rank, ranks, store, method):
+    _joined(rank, ranks, store)
+    q, grad, k, v = _drawn()
+    for given in ({}, {"is_causal": True}):
+
+        def one(*qkv, given=given):
+            return attend(*(x.double() for x in qkv), **given)[0].bfloat16()
+
+        with given_functions():
+            with cudnn_sdpa.providers("fa4"):  # which waits until the kinds of both passes are compiled
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                torch.autograd.grad(cudnn_sdpa.sdpa(*leaves, **given), leaves, grad)
+            with cudnn_sdpa.providers("fa4", "cudnn"), cudnn_sdpa.plan_cache.watch_uses() as keys:
+                _agrees(partial(context_parallel, method=method, **given), (q, k, v), grad, 2, one)
+        assert {key.provider for key in keys} == {"fa4"}
+        assert {key.name for key in keys} == {"flash4_forward", "flash4_backward"}
     _left(rank, store)
 
 
@@ -116,3 +142,13 @@ def test_many_gpus_compute_what_one_does(method, ranks, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_on_many_gpus(method, ranks, tmp_path):
     assert _run(_rank_with_options, ranks, method, tmp_path / "store") == list(range(ranks))
+
+
+@pytest.mark.skipif(bool(installed().missing), reason=f"FlashAttention-4: {installed().missing}")
+@pytest.mark.skipif(
+    not GPUS or torch.cuda.get_device_capability() != (9, 0),
+    reason="FlashAttention-4 is tested on compute capability 9.0",
+)
+@pytest.mark.parametrize("ranks", RANKS[:1])
+def test_flash4_serves_the_steps_of_a_ring(ranks, tmp_path):
+    assert _run(_rank_by_flash4, ranks, "ring", tmp_path / "store") == list(range(ranks))

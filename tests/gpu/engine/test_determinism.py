@@ -26,9 +26,9 @@ CASES = {
 }
 
 
-def inputs(heads, dtype=torch.bfloat16):
-    q = make("bshd", BATCH, heads[0], LENGTH, DIM, dtype)
-    k, v = (make("bshd", BATCH, heads[1], LENGTH, DIM, dtype) for _ in range(2))
+def inputs(heads, dtype=torch.bfloat16, dim=DIM, length=LENGTH):
+    q = make("bshd", BATCH, heads[0], length, dim, dtype)
+    k, v = (make("bshd", BATCH, heads[1], length, dim, dtype) for _ in range(2))
     return [x.requires_grad_() for x in (q, k, v)]
 
 
@@ -67,13 +67,15 @@ def test_dense(name, dtype):
     assert_chosen(deterministic=True)
 
 
+@pytest.mark.parametrize(("dim", "length"), [(64, LENGTH), (160, 300), (33, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("name", ["grouped heads", "causal", "mask"])
-def test_own_kernels(name, dtype):
+def test_own_kernels(name, dtype, dim, length):
+    """Above 128 scores are kept in memory; head vectors of 33 are read element by element."""
     heads, options = CASES[name]
-    leaves, options = inputs(heads, dtype), dict(options)
+    leaves, options = inputs(heads, dtype, dim, length), dict(options)
     if options.get("attn_mask"):
-        options["attn_mask"] = torch.randn((1, heads[0], LENGTH, LENGTH), device="cuda", dtype=dtype)
+        options["attn_mask"] = torch.randn((1, heads[0], length, length), device="cuda", dtype=dtype)
     grad_out = torch.randn_like(leaves[0])
     with cudnn_sdpa.providers("own"):
         assert_all_equal(lambda: once(cudnn_sdpa.sdpa, leaves, grad_out, **options, deterministic=True))

@@ -4,6 +4,9 @@ Each is found by the recording's own proof, and by `verify` where the proof has 
 cuDNN's launch lacks gives wrong results if the first kernel lets others begin before it has written, as `products` does
 for sure; where no kernel does so, such an edge changes no bits. A programmatic edge that is lost changes none either:
 the GPU's time shows it.
+
+A stale function handle, "function", is here that of another kernel of the same signature. A real driver promises
+nothing of one that was unloaded: the stand-in driver alone has that, in `tests/unit/engine/recorded/test_recording.py`.
 """
 
 from __future__ import annotations

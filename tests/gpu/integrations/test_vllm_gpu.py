@@ -23,6 +23,12 @@ OPTIONS = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "64 query heads": {"heads": 64, "heads_kv": 8, "dims": (64, 64)},
     "not causal": {"causal": False, "sliding_window": 50},
+    "all": {
+        "sliding_window": 100,
+        "sinks": torch.linspace(-1, 3, 8),
+        "logits_soft_cap": 5.0,
+        "kv_cache_dtype": "fp8_e4m3",
+    },
 }
 STEPS = {
     "prompts": ([0, 0, 0], [500, 33, 129]),
@@ -94,6 +100,15 @@ def drawn_batch(rows, longest):
     return torch.randint(1000, (count,)).tolist(), new.tolist()
 
 
+def batches_with_prompts(longest):
+    """Six prompts without a past, which a graph serves, too; then decodes between them, before them and behind them."""
+    new = [max(1, longest - 3 * row) for row in range(6)]
+    yield [0] * 6, new
+    yield [0, 1, 0, 63, 0, 900], [x if row % 2 == 0 else 1 for row, x in enumerate(new)]
+    yield [900, 100, 0, 0, 0, 0], [1, 1, *new[:4]]
+    yield [0, 0, 700, 16], [longest, longest, 1, 1]
+
+
 @pytest.mark.parametrize("longest", [1, 4, 16])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_graph_is_replayed_with_other_batches(options, longest):
@@ -103,8 +118,8 @@ def test_a_graph_is_replayed_with_other_batches(options, longest):
     layer.fill([3] * rows, [1] * rows)
     metadata = layer.builder.build_for_cudagraph_capture(layer.batch)
     graph, _ = captured(lambda: layer.step(metadata))
-    for _ in range(6):
-        wanted = layer.fill(*drawn_batch(rows, longest))
+    for past, new in (*(drawn_batch(rows, longest) for _ in range(6)), *batches_with_prompts(longest)):
+        wanted = layer.fill(past, new)
         graph.replay()
         assert_right(layer, wanted)
 

@@ -14,6 +14,9 @@ from benchmarks.tools.cases import Shape
 from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.plans import providers as in_force
 
+#: Before calls on a CPU take their place.
+BOTH_PASSES = providers.FORWARD, providers.BACKWARD
+
 pytestmark = pytest.mark.usefixtures("reference_alone")
 
 CALLS = (
@@ -29,7 +32,7 @@ def on_cpu(monkeypatch, times_by_place):
     monkeypatch.setattr(cases, "DEVICE", "cpu")
     monkeypatch.setattr(candidates, "device_times", times_by_place)
     monkeypatch.setattr(peers, "ROWS", 7)
-    for name in ("FORWARD", "TRAINING", "LENGTHS"):
+    for name in ("FORWARD", "BACKWARD", "TRAINING", "LENGTHS"):
         monkeypatch.setattr(providers, name, CALLS)
 
 
@@ -87,7 +90,7 @@ def test_rows_of_measurements_are_made_of_it(monkeypatch, repository):
         7.2,
         "plain",
     )
-    assert (narrow.configuration.mask, narrow.configuration.has_sinks) == ("window", True)
+    assert (narrow.configuration.mask, narrow.left, narrow.configuration.has_sinks) == ("window", 7, True)
     assert (capped.configuration.mask, capped.configuration.is_capped, capped.configuration.is_grouped) == (
         "full",
         True,
@@ -96,10 +99,20 @@ def test_rows_of_measurements_are_made_of_it(monkeypatch, repository):
     assert (packed.configuration.is_packed, packed.queries, packed.tokens) == (True, 16, 32)
 
 
+def test_calls_with_as_many_key_heads_as_query_heads_are_measured():
+    for calls in BOTH_PASSES:
+        found = [call for call in calls if call.heads[0] == call.heads[1] and call.causal and not call.dim_v]
+        assert {(call.heads, call.dim) for call in found} == {((32, 32), 64), ((32, 32), 128), ((16, 16), 256)}
+        assert {call.lengths for call in found} == {(n,) * (16384 // n) for n in (512, 2048, 8192, 16384)}
+        assert len({call.name for call in calls}) == len(calls)
+
+
 def test_calls_whose_kernels_are_short_show_the_host(monkeypatch, times_by_place):
     monkeypatch.setattr(providers, "host_times", times_by_place)
     monkeypatch.setattr(providers, "wait_for_native_calls", lambda: True)
-    monkeypatch.setattr(providers, "SMALL", Shape(batch=1, heads_q=4, heads_kv=2, length=16, dim=8, causal=True))
+    for name, length in (("SMALL", 16), ("LONGER", 32)):
+        monkeypatch.setattr(providers, name, Shape(1, heads_q=4, heads_kv=2, length=length, dim=8, causal=True))
     rows = providers.host()
-    assert [row["call"] for row in rows] == ["forward", "forward and backward"]
+    calls = ["forward", "forward and backward"]
+    assert [row["call"] for row in rows] == [*calls, *(f"{call}, 1 × 32" for call in calls)]
     assert all(row["fa4 / cudnn"] == 1 for row in rows)

@@ -24,6 +24,8 @@ import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
 import cudnn_sdpa.distributed.ulysses as by_exchange
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
+from cudnn_sdpa.attention.flash4 import installed as flash4
+from cudnn_sdpa.attention.frontend import installed as frontend
 from cudnn_sdpa.distributed import (
     context_parallel,
     context_parallel_varlen,
@@ -33,6 +35,7 @@ from cudnn_sdpa.distributed import (
     unshard,
 )
 from cudnn_sdpa.engine import cpu_target, value_checks
+from cudnn_sdpa.offline.installation import Installed
 
 BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on, "ulysses": by_exchange}
 
@@ -352,6 +355,14 @@ def disagreements() -> list[str]:
         context_parallel(q, k, v, softcap=6.0)
     found.append(str(refused.value))
     still_works()
+    for name, library in (("fa4", flash4), ("frontend", frontend)):
+        with pytest.MonkeyPatch.context() as patch, cudnn_sdpa.providers(name, "cudnn"):
+            still_works()
+            patch.setattr(library, "installed", lambda: Installed(f"1.{rank} and its files", ""))
+            with pytest.raises(ArgumentError, match="otherwise than rank") as refused:
+                context_parallel(q, k, v, softcap=6.0)
+        found.append(str(refused.value))
+        still_works()
     return found
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
+import flash4_stand_in as stand_in
 import parallel_hazards as hazards
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_what_a_method_cannot_do_names_one_that_can(ranks):
 def test_ranks_that_disagree_all_say_so(ranks):
     first, second = ranks(hazards.disagreements)
     for number, named in enumerate(
-        ("q=float32", "is_causal", "scale", "sinks", "method", "k=float", "gradient", "own")
+        ("q=float32", "is_causal", "scale", "sinks", "method", "k=float", "gradient", "own", "fa4=1", "frontend=1")
     ):
         assert named in first[number]
         assert named in second[number]
@@ -159,6 +160,23 @@ def test_ranks_on_other_kinds_of_devices_differ():
         for x in (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8, device="meta"))
     ]
     assert [text.split("; ")[1] for text in summaries] == ["device=cpu", "device=meta"]
+
+
+def test_installations_of_named_providers_alone_are_compared(run_python, tmp_path):
+    stand_in.write(tmp_path)
+    run_python("""
+import sys
+from cudnn_sdpa import providers
+from cudnn_sdpa.distributed import agreement
+with providers("own", "default"):
+    assert agreement._installations() == []
+assert not {"cudnn_sdpa.attention.flash4", "cudnn_sdpa.attention.frontend"} & sys.modules.keys()
+for names in (("fa4", "cudnn"), ("own", "fastest")):
+    with providers(*names):
+        (found,) = agreement._installations()
+        assert found.startswith(("fa4=4.", "fastest=4.")), found
+assert not {"flash_attn", "cudnn"} & sys.modules.keys()
+""")
 
 
 def refused():

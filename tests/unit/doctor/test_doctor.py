@@ -18,6 +18,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cudnn_sdpa.attention.flash4 import installed as flash4
+from cudnn_sdpa.attention.frontend import installed as frontend
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.doctor import probe
 from cudnn_sdpa.doctor.checks import CHECKS, CURES, Level, as_json, as_text, cure_of, examine, is_well
@@ -339,11 +341,55 @@ def test_a_healthy_machine_has_no_findings():
     assert examine(replace(WELL, flash4_missing="flash-attn-4 is not installed; pip install it")) == []
     assert examine(replace(WELL, frontend_missing="nvidia-cutlass-dsl is not installed; pip install it")) == []
     assert examine(replace(WELL, compiler_missing=NO_COMPILER)) == []
-    assert f"{'flash-attn-4':<14}4.0.0b36 4.8.1" in as_text(replace(WELL, flash4="4.0.0b36 4.8.1"), []).splitlines()
     assert examine(replace(WELL, native="C++, when c++ has compiled it in the background; before that Python")) == []
     assert "No problems found." in as_text(WELL, [])
     assert f"{'GPU':<14}none found; CPU tensors run the reference" in as_text(CPU, []).splitlines()
     assert f"{'calls':<14}C++" in as_text(WELL, []).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "versions", "missing"),
+    [
+        ("flash-attn-4", "flash-attn-4", "flash4", "flash4_missing"),
+        ("its kernels", "nvidia-cutlass-dsl", "frontend_kernels", "frontend_missing"),
+    ],
+)
+def test_a_provider_is_listed_where_its_package_is_installed(line, package, versions, missing):
+    """Also one that is stale or changed, which has a reason and may have no versions."""
+    why = f"{package} was changed; pip install it"
+    there = replace(WELL, packages={**WELL.packages, package: "4.9"})
+    for facts, said in (
+        (replace(WELL, **{missing: why}), None),
+        (replace(there, **{versions: "4.9 4.8.1 0123"}), "4.9 4.8.1 0123"),
+        (replace(there, **{missing: why}), why),
+        (replace(there, **{versions: "4.9 4.8.1 0123", missing: why}), why),
+    ):
+        assert examine(facts) == []
+        lines = [text[14:] for text in as_text(facts, []).splitlines() if text.startswith(line)]
+        assert lines == ([] if said is None else [said])
+
+
+def test_installed_providers_are_found_without_an_import_of_theirs(monkeypatch, tmp_path):
+    """Here of metadata alone, as a removed package leaves them at times."""
+    monkeypatch.setattr(probe, "probed", lambda _: {})
+    before = set(sys.modules)
+    for name in ("flash_attn_4", "nvidia_cutlass_dsl"):
+        metadata = tmp_path / f"{name}-0.1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for examined in (flash4.installed, frontend.installed):
+        examined.cache_clear()
+    try:
+        facts = probe.gather()
+    finally:
+        for examined in (flash4.installed, frontend.installed):
+            examined.cache_clear()
+    assert facts.flash4_missing
+    lines = as_text(facts, []).splitlines()
+    assert f"{'flash-attn-4':<14}{facts.flash4_missing}" in lines
+    assert f"{'its kernels':<14}{facts.frontend_missing or facts.frontend_kernels}" in lines
+    assert not {"flash_attn", "cutlass", "cudnn"} & (set(sys.modules) - before)
 
 
 @pytest.mark.parametrize(("level", "facts", "check", "found", "cure"), AILMENTS)

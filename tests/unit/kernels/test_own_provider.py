@@ -11,6 +11,7 @@ from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
 from cudnn_sdpa import (
     CudnnSdpaError,
     DtypeError,
+    LayoutError,
     UnsupportedError,
     cpu_checks,
     explain,
@@ -96,6 +97,26 @@ def test_calls_of_cudnn_stay_there():
         assert FakePlan.launched[-1].name == "sdpa_forward"
 
 
+@pytest.mark.parametrize("names", [("cudnn", "own"), ("own",), ("cudnn",)])
+def test_tensors_at_addresses_that_no_vector_has_are_copied(names):
+    """Their strides are those of vectors; where own kernels are not named, such calls are refused."""
+    q, k, v = (torch.randn(289).bfloat16()[1:].view(1, 2, 9, 16).requires_grad_() for _ in range(3))
+    with gpu_on_the_cpu(), providers(*names):
+        if names == ("cudnn",):
+            with pytest.raises(LayoutError, match="2 bytes past a multiple of 16"):
+                sdpa(q, k, v)
+            return
+        for _ in range(2):
+            out = sdpa(q, k, v, is_causal=True)
+            found = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert {key.provider or "cudnn" for key in FakePlan.launched[-2:]} == {names[0]}
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    torch.testing.assert_close(out.double(), right, rtol=3e-2, atol=3e-2)
+    for one, other in zip(found, torch.autograd.grad(right, exact, torch.ones_like(right)), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=5e-2, atol=5e-2)
+
+
 @pytest.mark.parametrize(
     "options", [{"window_size": (3, 0)}, {"sinks": torch.zeros(2)}, {"softcap": 2.0}, {"dropout_p": 0.5}]
 )
@@ -151,10 +172,13 @@ def test_wrong_calls_are_wrong():
         sdpa(q, k.float(), v)
 
 
-def test_the_error_on_float32_names_the_kernels():
+def test_the_error_on_float32_names_what_takes_it():
     q = torch.empty(1, 1, 4, 8, device="meta")
-    with pytest.raises(DtypeError, match=r"kernels\.attention, which takes float32"):
+    with pytest.raises(DtypeError, match=r"under providers\('cudnn', 'own'\), and kernels\.attention always"):
         sdpa(q, q, q)
+    with providers("cudnn", "own"):
+        sdpa(q, q, q)
+    kernels.attention(q, q, q)
 
 
 def test_causal_calls_aligned_otherwise_raise_and_large_head_dims_run():

@@ -105,8 +105,9 @@ def test_a_single_token_page_and_head(name, sizes):
         check(drawn((new, lengths), before=0, behind=0, **sizes, **PAGES[name]))
 
 
-def test_results_are_the_same_from_run_to_run():
-    given = drawn(CHUNKS)
+@pytest.mark.parametrize("name", PAGES)
+def test_results_are_the_same_from_run_to_run(name):
+    given = drawn(CHUNKS, **PAGES[name])
     out = check(given)
     for _ in range(1000):
         assert torch.equal(sdpa_paged_varlen(**given), out)

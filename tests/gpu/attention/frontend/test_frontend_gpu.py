@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from aot_inductor import exported, printed_with, providers_of
 from attention_checks import TOLERANCE, captured, check, error, served_by
 from compiled_functions import given_functions
 from float64_reference import attend as exact
@@ -87,6 +88,23 @@ def test_rows_without_a_key():
     """Of 300 queries on 60 keys, the first 240 see none."""
     q, k, v = problem(WITHOUT_KEYS)
     check(q, k, v, is_causal=True, causal_alignment="bottom_right")
+
+
+def test_exported_programs_are_served():
+    program, tokens = exported("large")
+    assert providers_of(program.module(), tokens) == [{"frontend"}]
+
+
+def test_programs_that_aot_inductor_has_compiled_are_served(tmp_path):
+    assert printed_with("frontend", "large", tmp_path).count("served by {'frontend'}") == 1
+
+
+def test_compiled_functions_are_served():
+    q, k, v = problem(SHAPES[0])
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True) * 3, fullgraph=True)
+    out, by = served_by(lambda: compiled(q, k, v))
+    assert by == {"frontend"}
+    assert error(out, 3 * exact(q, k, v, is_causal=True)[0]) < 1e-2
 
 
 def test_what_is_behind_the_last_key_is_not_read():

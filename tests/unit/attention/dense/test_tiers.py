@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flash4_stand_in as stand_in
 import pytest
 import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
@@ -14,6 +15,8 @@ from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.forward import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.dense.specs import ForwardSpec
+from cudnn_sdpa.attention.flash4 import plans as flash4
+from cudnn_sdpa.errors import PlanBuildError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.known_issues import KnownIssue
 from cudnn_sdpa.offline import background as background_plans
@@ -251,6 +254,31 @@ def test_another_providers_plans_are_exact_and_what_it_declines_follows_the_poli
             6 - 3 * (policy == "tiered")
         )
         assert {key.provider for key in FakePlan.launched[-6:]} == {None}
+
+
+@pytest.mark.parametrize("policy", ["bucketed", "tiered"])
+def test_the_plan_of_a_bucket_serves_while_flash4_compiles(policy, patch, tmp_path):
+    """Also where none may be built; FlashAttention-4, whose plans are exact, takes over."""
+    stand_in.write(tmp_path)
+    patch.setattr(flash4, "DIMS", ((16, 16),))
+    asked = []
+    patch.setattr(flash4.functions, "compile_in_background", asked.append)
+    with stand_in.on_the_search_path(tmp_path), providers("fa4", "cudnn"):
+        with shape_policy("bucketed"):
+            assert serve(10) == "bucket"
+        assert len(asked) == 1
+        with no_plan_builds(), shape_policy(policy):
+            assert kinds([20, 30, 20]) == ["bucket"] * 3
+            with shape_policy("exact"), pytest.raises(PlanBuildError):
+                serve(20)
+        assert len(asked) == 1
+        assert {key.provider for key in FakePlan.launched[-4:]} == {None}
+        patch.setattr(flash4.functions, "are_ready", lambda _: True)
+        patch.setattr("fake_gpu.evaluate", lambda _, __, x: attend(*(x[n] for n in "qkv"), is_causal=True)[:1])
+        plan_cache.forget_calls()
+        with shape_policy(policy):
+            assert kinds([20, 30]) == ["exact"] * 2
+        assert {key.provider for key in FakePlan.launched[-2:]} == {"fa4"}
 
 
 def test_calls_made_in_a_capture_are_not_remembered():

@@ -150,7 +150,7 @@ DECLINED = {
     "LSE": ({}, {"return_lse": True}, "log-sum-exp"),
     "scale": ({}, {"scale": -0.3}, "above 0"),
     "top-left": ({"causal_alignment": "top_left"}, {}, "last key of each sequence"),
-    "head dims": ({"dims": (64, 32)}, {}, "head dims of 64, 128"),
+    "head dims": ({"dims": (64, 32)}, {}, "head dims of 64, 128, 256, and 192 with 128"),
     "sequences": ({"new": (1,) * 257, "lengths": (1,) * 257}, {}, "up to 256 sequences"),
 }
 

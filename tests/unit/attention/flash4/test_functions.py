@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from fake_gpu import FakePlan
 
 from cudnn_sdpa import no_plan_builds, plan_cache, providers, record_plans, sdpa
 from cudnn_sdpa.attention.dense import specs
-from cudnn_sdpa.attention.flash4.plans import Functions, flash4_forward, functions, kind_of, reasons_against
+from cudnn_sdpa.attention.flash4.plans import Functions, flash4_forward, functions, kind_of, names_of, reasons_against
 from cudnn_sdpa.attention.flash4.programs import Kind, Window
 from cudnn_sdpa.errors import LibraryError, PlanBuildError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
@@ -297,3 +299,29 @@ def test_compile_plans_reports_a_kind_that_fails(monkeypatch, tmp_path):
     report = compile_plans(manifest, "h100", tmp_path / "compiled")
     assert report.built == report.held == 0
     assert ["no compiler for 64" in why for why in report.failed.values()] == [True]
+
+
+def test_compile_plans_writes_functions_that_another_process_loads(monkeypatch, tmp_path, loaded):  # noqa: ARG001
+    """Those of both passes, each kind once; lengths are in no kind, and a second run finds all."""
+    asked: list[Kind] = []
+
+    def run(*_, **given):
+        asked.append(Kind(*json.loads(given["input"])))
+        made = {name: base64.b64encode(f"{name} of {asked[-1]}".encode()).decode() for name in names_of(asked[-1])}
+        return subprocess.CompletedProcess("", 0, json.dumps({"functions": made}), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with providers("fa4", "cudnn"), record_plans(target="h100") as manifest:
+        for length in (70, 90):
+            q = torch.empty(1, 2, length, 64, dtype=torch.float16, device="meta", requires_grad=True)
+            sdpa(q, q, q, is_causal=True).sum().backward()
+    folder = tmp_path / "compiled"
+    for built in (2, 0):
+        report = compile_plans(manifest, "h100", folder)
+        assert (report.failed, report.built) == ({}, built)
+        assert {kind.is_backward for kind in asked} == {False, True}
+        assert len(asked) == 2
+    with use_plan_store(folder):
+        for kind in asked:
+            assert Functions().of(kind) == {name: f"{name} of {kind}".encode() for name in names_of(kind)}
+    assert len(asked) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -12,9 +13,10 @@ from pathlib import Path
 import flash4_stand_in as stand_in
 import pytest
 import torch
-from float64_reference import seen_keys
+from fake_gpu import FakePlan, gpu_on_the_cpu
+from float64_reference import attend, seen_keys
 
-from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa, sdpa_varlen, support
+from cudnn_sdpa import LayoutError, OptionError, UnsupportedError, explain, providers, sdpa, sdpa_varlen, support
 from cudnn_sdpa.attention.arguments import GradientCall, Needs, output_layout, outputs_without_data
 from cudnn_sdpa.attention.dense.sdpa import call_of
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of
@@ -215,7 +217,7 @@ def test_calls_that_meet_a_known_bug_are_another_providers(table, monkeypatch):
     q, k, v = tensors(4096, 4096, requires_grad=True)
     row = Preference(Configuration(90, False, (128, 128), CAUSAL, *[False] * 4), 4096, 4096, 8192, 80.0, 100.0, "8,192")
     monkeypatch.setattr(preferences, "preference_of", lambda *_: row)
-    monkeypatch.setattr("cudnn_sdpa.attention.flash4.serving.preference_of", lambda *_: row)
+    monkeypatch.setattr("cudnn_sdpa.attention.providers.choosing.preference_of", lambda *_: row)
     with providers("fastest"):
         assert explain(sdpa, q, k, v, is_causal=True).provider == "fa4"
         key = key_of(ForwardSpec.of(called(q, k, v, is_causal=True)), target(), None)
@@ -285,6 +287,37 @@ def test_an_expanded_tensor_is_not_copied():
     assert any("k is expanded" in reason for reason in found.reasons)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_strides_that_it_cannot_read_are_own_kernels(name):
+    """They are read in words of 16 bytes; cuDNN cannot read them either."""
+    given = dict(zip("qkv", tensors(), strict=True))
+    given["out"] = torch.empty_like(given["q"])
+    *sizes, dim = given[name].shape
+    given[name] = torch.empty(*sizes, dim + 4, dtype=torch.bfloat16, device="meta")[..., :dim]
+    with providers("fa4", "own"):
+        found = explain(sdpa, **given, is_causal=True)
+    assert found.provider == "own"
+    assert f"FlashAttention-4 does not serve it, as {name} has strides" in found.choice
+    with providers("fa4", "cudnn"), pytest.raises(LayoutError, match=rf"^{name}: got (a stride of|stride) 132"):
+        explain(sdpa, **given, is_causal=True)
+
+
+@pytest.mark.parametrize(("other", "launches"), [("cudnn", 3), ("own", 6)])
+def test_an_address_that_it_cannot_read(monkeypatch, other, launches):
+    """Cold and known calls refuse it by name; where own kernels are named, the tensor is copied instead."""
+    monkeypatch.setattr(functions, "are_ready", lambda _: True)
+    q, k, v = torch.randn(3, 2, 4, 9, 64).bfloat16()
+    beside = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    refused = pytest.raises(LayoutError, match=r"^q: got an address 2 bytes past a multiple of 16")
+    before = len(FakePlan.launched)
+    with gpu_on_the_cpu(lambda _, x: attend(*(x[name] for name in "qkv"), is_causal=True)[:1]), providers("fa4", other):
+        for _ in range(3):
+            expected = sdpa(q, k, v, is_causal=True)
+            with refused if other == "cudnn" else contextlib.nullcontext():
+                assert torch.equal(sdpa(beside, k, v, is_causal=True), expected)
+    assert [key.provider for key in FakePlan.launched[before:]] == ["fa4"] * launches
+
+
 def test_another_gpu_is_untested(monkeypatch):
     monkeypatch.setenv(TARGET_VARIABLE, "b200")
     with providers("fa4"):
@@ -319,7 +352,7 @@ def test_head_dims_are_those_that_the_tests_on_a_gpu_have(dims):
     with providers("fa4", "cudnn"):
         found = explain(sdpa, *tensors(heads=(2, 2), dims=dims, requires_grad=True), is_causal=True)
         assert (found.provider, found.backward.provider) == ("cudnn", "cudnn")
-        assert "192 and 128" in found.choice
+        assert "head dims of 64, 128, 256, and 192 with 128; q and v have" in found.choice
         found = explain(sdpa, *tensors(heads=(2, 2), dims=(192, 128), requires_grad=True), is_causal=True)
         assert (found.provider, found.backward.provider) == ("fa4", "fa4")
 
@@ -401,7 +434,7 @@ def test_rows_say_on_which_gpu_they_were_measured():
     table = json.loads(Path(of_all_functions.__file__).with_suffix(".json").read_text())
     for function, row in rows.items():
         (gpu,) = re.findall(r"^(NVIDIA H\w+ ?\w* ?\w*), cuDNN", table[function]["measured"])
-        assert str(row).endswith(f", on an {gpu}; preferences.json)")
+        assert str(row).endswith(f", on an {gpu}; {table[function]['source']})")
 
 
 def test_rows_of_the_table_can_be_read():
