@@ -343,6 +343,7 @@ def gpu_on_the_cpu(
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
+
     def give_back(original: object) -> None:
         """To modules that were first imported meanwhile."""
         for module, name in _places_of(built):
