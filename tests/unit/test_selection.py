@@ -67,7 +67,7 @@ def test_generated_calls_of_every_operation_are_quick(quick):
 
 @pytest.mark.slow
 def test_each_test_is_quick_or_in_one_of_the_shards(quick):
-    shards = [collected("--tests", "rest", "--shard", f"{number}/8") for number in range(1, 9)]
+    shards = [collected("--tests", "rest", "--shard", f"{number}/12") for number in range(1, 13)]
     assert Counter(chain(quick, *shards)) == Counter(collected("--tests", "all"))
     assert len(quick) < sum(map(len, shards)) / 10
 
@@ -144,14 +144,14 @@ def ci(tmp_path: Path):
 
 
 def test_each_shard_comes_in_turn(ci):
-    made = [ci(commits)[1] for commits in range(16, 25)]
-    assert made == [["test", f"test-rest SHARD={number}/8"] for number in (*range(1, 9), 1)]
+    made = [ci(commits)[1] for commits in range(24, 37)]
+    assert made == [["test", f"test-rest SHARD={number}/12"] for number in (*range(1, 13), 1)]
 
 
 def test_the_last_lines_say_what_was_not_run(ci):
     status, _, lines = ci(10)
     assert status == 0
-    assert lines[-2] == "Ran: make test, and shard 3/8 of make test-rest."
+    assert lines[-2] == "Ran: make test, and shard 11/12 of make test-rest."
     assert lines[-1].startswith("Not run: the rest of make test-rest")
     for target in re.findall(r"^(test-(?!rest|all)\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE):
         assert f"make {target}" in lines[-1]
@@ -161,7 +161,7 @@ def test_the_last_lines_say_what_was_not_run(ci):
 def test_failures_and_time_that_runs_out_are_red(ci, status):
     found, made, lines = ci(10, test_rest=status)
     assert found == status
-    assert made == ["test", "test-rest SHARD=3/8"]
+    assert made == ["test", "test-rest SHARD=11/12"]
     assert lines[-2] == "Ran: make test."
     assert any("was stopped" in line for line in lines) is (status >= 124)
 
