@@ -125,7 +125,7 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
 
 
 def _installations() -> list[str]:
-    """What is installed of the libraries whose kernels the providers in force may take."""
+    """The installed versions of libraries whose kernels the providers in force may take."""
     names = providers.active()
     if {CUDNN, DEFAULT, OWN}.issuperset(names):
         return []

@@ -5,8 +5,8 @@
  * residual is added to the rows. FP8: 1 if the result is in E4M3 with a scale for each row, 2 if it is with a given one.
  * PAIRED: the amax of a row that has a block is found together with its sum, for one barrier less; not of LayerNorm.
  *
- * Reading the code takes most of the time of a call of few rows. So the code says what there is: WEIGHT; BIAS; SILU
- * behind the norm; WHOLE, a row that fills the units of all its threads.
+ * Few rows take less time the less code a kernel has, so the code says what there is: WEIGHT; BIAS; SILU behind the
+ * norm; WHOLE, a row that fills the units of all its threads.
  *
  * BACKWARD: gradients. TOTAL, a gradient of x plus the residual; ALONE, one block, whose sums are the gradients of the
  * weight: 1 if it has all rows at once, 2 if it takes them one after another.

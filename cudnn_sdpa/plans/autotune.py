@@ -38,11 +38,8 @@ ROUNDS = 11
 HEAD_START = 1_000_000  #: Cycles that the GPU waits in each round, so that timings include no CPU overhead.
 _CHUNK_ELEMENTS = 1 << 22
 
-#: Functions of other providers, which give their plans to be compared with that of a key of cuDNN's.
-alternatives: list[Callable[[PlanKey], Sequence[Alternative]]] = []
-
-#: Keys of cuDNN's, and those whose plans are to be compared with theirs when they are built.
-offered: dict[PlanKey, tuple[PlanKey, ...]] = {}
+#: Keys of cuDNN's, and what makes the plans of other providers that are compared with theirs when these are built.
+offered: dict[PlanKey, Callable[[], list[Alternative]]] = {}
 
 #: Is called when a context ends: calls that were cuDNN's until a comparison find their plans again.
 on_leaving: list[Callable[[], None]] = []

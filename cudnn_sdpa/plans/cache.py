@@ -539,7 +539,8 @@ def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> 
     max_count = autotune.max_candidates() - 1
     others = build_others(operation, plan.key, (plan.engine, plan.knobs), max_count, handle=handle)
     candidates = [plan, *(Plan(plan.key, built, plan.constants) for built in others)]
-    return UntunedPlan(candidates, [each for of in autotune.alternatives for each in of(plan.key)])
+    alternatives = autotune.offered.pop(plan.key, list)
+    return UntunedPlan(candidates, alternatives())
 
 
 def _handle_for(key: PlanKey) -> Handle:

@@ -123,9 +123,9 @@ def providers(*names: Provider) -> ProvidersUse:
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Calls find their plans again
     when it changes; those that other threads make meanwhile may take either. Without a call, the environment variable
-    `CUDNN_SDPA_PROVIDERS` names the providers, as in `fa4,default`. This function takes some 50 ms
-    when it names "fa4", "frontend" or "fastest" first, as it compares installed files with their wheels' lists; if the
-    variable names them, the first call does that.
+    `CUDNN_SDPA_PROVIDERS` names the providers, as in `fa4,default`. This function compares the installed files of
+    FlashAttention-4 and the frontend with their wheels' lists when it names "fa4", "frontend" or "fastest" first, in
+    some 50 ms; if the variable names them, the first call does.
 
     Args:
         *names: "default", "cudnn", "own", "fa4", "frontend" or "fastest", in order of preference.

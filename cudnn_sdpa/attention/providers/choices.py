@@ -58,10 +58,9 @@ class Choices:
         """Has the plans of `keys` compared with cuDNN's, when that is built."""
         if len(autotune.offered) >= _MAX_REMEMBERED:
             autotune.offered.clear()
-        autotune.offered[of_cudnn] = keys
+        autotune.offered[of_cudnn] = partial(self._alternatives, of_cudnn, keys)
 
-    def alternatives_of(self, of_cudnn: PlanKey) -> list[Alternative]:
-        keys = autotune.offered.pop(of_cudnn, ())
+    def _alternatives(self, of_cudnn: PlanKey, keys: tuple[PlanKey, ...]) -> list[Alternative]:
         choice, found = _Choice(tuple(key.without_device() for key in keys)), list[Alternative]()
         for key in keys:
             try:
@@ -95,5 +94,4 @@ class Choices:
 
 
 choices = Choices()
-autotune.alternatives.append(choices.alternatives_of)
 autotune.on_leaving.append(plan_cache.forget_calls)

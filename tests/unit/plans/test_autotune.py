@@ -192,17 +192,17 @@ def test_another_providers_plan_takes_over_if_it_is_faster(machine, monkeypatch,
     settled, other = [], Engine("eng9", microseconds)
     machine.proposes(Engine("eng1", 10), Engine("eng2", 30))
 
-    def alternatives(of):
-        turned = dataclasses.replace(of, outputs=of.outputs[::-1], provider="other")
-        return [Alternative(of, Plan(turned, other, {}), lambda *how: settled.append(how))]
-
-    monkeypatch.setattr(autotune_module, "alternatives", [alternatives])
+    of = key()
+    turned = Plan(dataclasses.replace(of, outputs=of.outputs[::-1], provider="other"), other, {})
+    alternative = Alternative(of, turned, lambda *how: settled.append(how))
+    monkeypatch.setattr(autotune_module, "offered", {of: lambda: [alternative]})
     with autotune() as report:
-        made, replaced = build_plan(halve, key()), []
+        made, replaced = build_plan(halve, of), []
         made.on_tuned = lambda _, plan: replaced.append(plan)
         x, out = operands()
         launch(made, x, out)
     assert torch.equal(out, x * 0.5)
+    assert not autotune_module.offered
     assert settled == [(wins, "")]
     assert [plan.engine for plan in replaced] == ["eng1"]
     assert (type(made.fastest) is Alternative) is wins
@@ -217,16 +217,11 @@ def test_a_wrong_plan_of_another_provider_is_dropped(machine, monkeypatch):
     settled = []
     machine.proposes(Engine("eng1", 30))
 
-    def alternatives(of):
-        wrong = Engine("eng9", 1, lacks_a_row)
-        return [
-            Alternative(
-                of, Plan(dataclasses.replace(of, provider="other"), wrong, {}), lambda *how: settled.append(how)
-            )
-        ]
-
-    monkeypatch.setattr(autotune_module, "alternatives", [alternatives])
-    made, entry, right = tuned(key(outputs=2))
+    of, wrong = key(outputs=2), Engine("eng9", 1, lacks_a_row)
+    plan = Plan(dataclasses.replace(of, provider="other"), wrong, {})
+    alternative = Alternative(of, plan, lambda *how: settled.append(how))
+    monkeypatch.setattr(autotune_module, "offered", {of: lambda: [alternative]})
+    made, entry, right = tuned(of)
     assert (made.engine, entry.winner, right) == ("eng1", 0, True)
     assert settled == [(False, "its results differ from the first choice's")]
     assert entry.candidates[1].reason == settled[0][1]
