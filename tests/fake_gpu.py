@@ -68,6 +68,7 @@ class FakePlan:
     """
 
     device, place, held, loaded, captured, tuned = 0, 0, True, False, False, False
+    can_be_recorded = False
     engine, knobs, workspace, build_seconds = "fake", {}, 0, 0.0
     launched: list[PlanKey] = []  # noqa: RUF012 - of all plans
     last_used = plan.Plan.last_used

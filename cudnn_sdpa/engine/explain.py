@@ -386,15 +386,15 @@ def _plan(
 
 
 def _launched(plan: Plan) -> str:
-    """Whether a plan of cuDNN's is launched as recorded."""
-    if type(plan) is not Plan:
+    """Whether a plan is launched as recorded; empty for own kernels, whose launches are not."""
+    if not plan.can_be_recorded:
         return ""
     if loader.recorded_mode() == loader.OFF:
-        return f"by cuDNN, because {loader.RECORDED_VARIABLE} is {loader.OFF}"
+        return f"by {plan.launched_by}, because {loader.RECORDED_VARIABLE} is {loader.OFF}"
     if plan.recorder is not None:
         return str(plan.recorder)
     why = "C++ has not launched it yet" if loader.module() else f"calls go through {loader.status()}"
-    return f"by cuDNN, because {why}"
+    return f"by {plan.launched_by}, because {why}"
 
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:

@@ -108,6 +108,22 @@ class Plan:
         self.count = len(key.inputs) + len(key.outputs)
         self._execute = built.executor(list(range(1, 1 + self.count)))
 
+    #: Whether its launches may be recorded, as making them takes the host longer than what they launch.
+    can_be_recorded = True
+
+    @property
+    def launched_by(self) -> str:
+        """Who launches it where its launches are not recorded."""
+        return "cuDNN"
+
+    def handle_for(self, handle: int, stream: int) -> int:
+        """What the plan is executed with on a stream, given cuDNN's handle that is bound to it."""
+        return handle
+
+    def why_not_recorded(self) -> str:
+        """Why its launches are never recorded; empty if they may be."""
+        return ""
+
     def _start_counting(self) -> None:
         self._last_used = self.added_at = 0
         self.native_use = array("Q", (0,))

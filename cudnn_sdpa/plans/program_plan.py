@@ -75,6 +75,8 @@ class ProgramOp(GraphDefinition):
 class ProgramPlan(Plan):
     """A plan of a program. It has no slots, so that it can be watched as it is freed."""
 
+    can_be_recorded = False
+
     def __init__(self, key: PlanKey, program: Program) -> None:
         if key.device is None:
             raise ValueError("launching a plan needs a device")
@@ -85,6 +87,10 @@ class ProgramPlan(Plan):
         self._start_counting()
         self.loaded = self.captured = self.held = self.tuned = False
         self.recorder = None
+
+    @property
+    def launched_by(self) -> str:
+        return self.engine
 
     def native_form(self) -> dict[str, object]:
         """The program as the native module launches it; empty if Python does."""

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 #: Files with tests that take long, the longest first.
 SLOW = (
     *("test_sanitizer.py", "test_context_parallel_gpu.py", "test_notebooks.py", "test_fork_and_exit_gpu.py"),
-    *("test_compiled_models_gpu.py", "test_benchmarks.py", "test_generated_calls.py"),
+    *("test_compiled_models_gpu.py", "test_benchmarks.py", "test_generated_calls.py", "test_flash4_gpu.py"),
 )
 
 #: Bytes that PyTorch may keep after a test: more than ten workers of pytest-xdist share a GPU.
@@ -151,9 +151,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Writes the report to the file that CUDNN_SDPA_GPU_REPORT names."""
+    """Writes the report to the file that CUDNN_SDPA_GPU_REPORT names.
+
+    Workers of pytest-xdist, which saw only their own tests, write none.
+    """
     path = os.environ.get("CUDNN_SDPA_GPU_REPORT")
-    if not path or not torch.cuda.is_available():
+    if not path or "PYTEST_XDIST_WORKER" in os.environ or not torch.cuda.is_available():
         return
     report = {
         "versions": {

@@ -324,9 +324,9 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
 
 
 def _recorded(bound: BoundPlan, module: ModuleType) -> dict[str, object]:
-    """The recorded launches of a plan of cuDNN's, for the module; nothing if recording is off."""
+    """The recorded launches of a plan, for the module; nothing of own kernels, or if recording is off."""
     plan = bound.plan
-    if type(plan) is not Plan or loader.recorded_mode() == loader.OFF:
+    if not plan.can_be_recorded or loader.recorded_mode() == loader.OFF:
         return {}
     from cudnn_sdpa.engine.recorded.recorder import recorder_of  # which other processes need not import
 

@@ -89,6 +89,10 @@ Plan plan_of(const py::dict& given) {
   if (given.contains("workspace")) plan.workspace = layout_of(given["workspace"]);
   if (given.contains("program")) plan.program = program_of(given);
   if (given.contains("functions")) plan.functions = functions_of(given);
+  if (given.contains("recorded")) {
+    plan.recorded = py::cast<std::shared_ptr<Recorded>>(given["recorded"]);
+    plan.watch = given["watch"], plan.zeros = py::cast<uint64_t>(given["zeros"]);
+  }
   plan.execute = get(given, "execute");
   if (!plan.execute) return plan;
   plan.slots = given["slots"], plan.capturing = given["capturing"];
@@ -98,10 +102,6 @@ Plan plan_of(const py::dict& given) {
   plan.of_scratch = py::str("scratch"), plan.of_taken = py::str("taken");
   plan.bind = py::str("bind"), plan.make_filled = py::str("make_filled");
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
-  if (given.contains("recorded")) {
-    plan.recorded = py::cast<std::shared_ptr<Recorded>>(given["recorded"]);
-    plan.watch = given["watch"], plan.zeros = py::cast<uint64_t>(given["zeros"]);
-  }
   return plan;
 }
 

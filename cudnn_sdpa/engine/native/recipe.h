@@ -294,27 +294,25 @@ struct Plan {
       program->launch(pointers, memory.defined() ? address_of(memory) : 0, current);
       return;
     }
+    if (is_watched_launch(pointers, number)) return;
+    const bool is_recorded = recorded != nullptr && recorded->is_serving && recorded->serves(pointers);
     if (functions) {
-      functions->launch(pointers, workspace.sizes[0] ? empty(workspace, on, allocate) : at::Tensor(), current);
+      const auto memory = workspace.sizes[0] ? empty(workspace, on, allocate) : at::Tensor();
+      if (is_recorded) {
+        launch_recorded(pointers, number, memory.defined() ? address_of(memory) : 0, current);
+      } else {
+        functions->launch(pointers, memory, current);
+      }
       return;
     }
     if (!execute) {
       launch_in_python(list_of(pointers, number));
       return;
     }
-    if (recorded != nullptr && recorded->is_watched && !Asking::is_over) {
-      if (!recorded->calls_before) {
-        const Asking asking;
-        watch(python, list_of(pointers, number));
-        return;
-      }
-      --recorded->calls_before;
-    }
     // Held here: what Python frees may launch something on another device.
     const auto& own = slot();
     const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
     const auto* const bound = own.bound;
-    const bool is_recorded = recorded != nullptr && recorded->is_serving && recorded->serves(pointers);
     if (!current.is_default() && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
     const bool is_scratch = current.is_default() && workspace.sizes[0] <= scratch;
     at::Tensor memory;  // of the workspace, until the launch
@@ -361,6 +359,18 @@ struct Plan {
   }
 
  private:
+  // Whether Python launches the plan, and brings the recording forward.
+  bool is_watched_launch(const uint64_t* pointers, size_t number) const {
+    if (recorded == nullptr || !recorded->is_watched || Asking::is_over) return false;
+    if (recorded->calls_before) {
+      --recorded->calls_before;
+      return false;
+    }
+    const Asking asking;
+    watch(python, list_of(pointers, number));
+    return true;
+  }
+
   // After an error cuDNN launches the plan, now and always. It may know why: another plan has changed an attribute of
   // the same function, which `execute` sets again. What has been launched of this call is launched again.
   void launch_recorded(

@@ -75,7 +75,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
                 words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
         native.record(
             stream=stream,
-            handle=handle,
+            handle=plan.handle_for(handle, stream),
             execute=plan._execute,
             sets=sets,
             moving=list(moving.items()),

@@ -1,12 +1,13 @@
 """Recording of plans: when it happens, what disqualifies a plan, and what `explain` says of it.
 
-cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from
-captured graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
+cuDNN's `execute` takes longer on the host than the launches that it makes, and so do the functions of FlashAttention-4
+and of cuDNN's frontend. So what a plan launches is read from captured graphs (`captures`), and launched by C++ with the
+addresses of each call (`engine/native/recorded.h`).
 
 A plan that C++ has launched many times asks for the recording, which a thread makes in the background. A later call is
 launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with that has the
 verdict read. If the bits are the same, the recorded launch serves from then on. Until then, and for good if anything is
-not as expected, cuDNN launches the plan. No call waits for the GPU.
+not as expected, the plan is launched by whose it is. No call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ class Recorder:
 
     Attributes:
         name: The plan's operation.
+        launched_by: Who launches the plan where it is not recorded.
         native: The launches in the native module.
-        why_not: Why cuDNN launches the plan; empty if it does not.
+        why_not: Why it is not recorded; empty if the recorded launch serves.
     """
 
-    def __init__(self, module: ModuleType, name: str) -> None:
-        self.name = name
+    def __init__(self, module: ModuleType, name: str, launched_by: str = "cuDNN") -> None:
+        self.name, self.launched_by = name, launched_by
         self.native: Any = module.Recorded()
         self.why_not = NOT_YET
         self.native.calls_before = 0 if loader.recorded_mode() == loader.VERIFY else MIN_CALLS
@@ -83,9 +85,9 @@ class Recorder:
 
     def __str__(self) -> str:
         if self.why_not:
-            return f"by cuDNN, because {self.why_not}"
+            return f"by {self.launched_by}, because {self.why_not}"
         memsets = self.native.names.count("memset")
-        verified = ", each compared with cuDNN's" * self.native.is_watched
+        verified = f", each compared with {self.launched_by}'s" * self.native.is_watched
         kernels, but = len(self.native.names) - memsets, ", none on the default stream" * self.native.takes_zeros
         return f"as recorded (kernels: {kernels}, memsets: {memsets}{but}){verified}"
 
@@ -195,7 +197,7 @@ class Recorder:
 
     def _leave(self, why: str, level: int = logging.INFO) -> None:
         self.why_not, self._stage, self.native.is_watched = why, Recorder._wait, False
-        _log.log(level, "%s is launched by cuDNN, and not as recorded, because %s", self.name, why)
+        _log.log(level, "%s is launched by %s, and not as recorded, because %s", self.name, self.launched_by, why)
 
     def _verify(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
@@ -208,12 +210,14 @@ class Recorder:
                 if varies or not (differs or (differs_with_zeros and self.native.takes_zeros)):
                     return
             raise ExecutionError(
-                f"the recorded launch of {plan.key.name} has other results than cuDNN's; "
+                f"the recorded launch of {plan.key.name} has other results than {self.launched_by}'s; "
                 f"{loader.RECORDED_VARIABLE}={loader.OFF} avoids recorded launches. {plan.key}"
             )
 
 
 def _why_not(plan: Plan, sizes: Sequence[int]) -> str:
+    if reason := plan.why_not_recorded():
+        return reason
     if bugs := known_issues.not_in_capture(plan.key):
         return f"it cannot be captured in a CUDA graph: {bugs}"
     if bugs := known_issues.not_recorded(plan.key):
@@ -243,7 +247,7 @@ def recorder_of(plan: Plan, module: ModuleType) -> Recorder:
     """The recorder of a plan, made by its first recipe."""
     with _lock:
         if not isinstance(plan.recorder, Recorder):
-            plan.recorder = Recorder(module, plan.key.name)
+            plan.recorder = Recorder(module, plan.key.name, plan.launched_by)
         return plan.recorder
 
 

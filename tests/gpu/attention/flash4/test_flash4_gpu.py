@@ -19,7 +19,9 @@ from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison,
 from compiled_functions import given_functions
 from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
 from float64_reference import attend as exact
+from native_way import is_off
 
+from benchmarks.tools.ways import by_cudnn, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import (
     LayoutError,
     UnsupportedError,
@@ -299,6 +301,42 @@ def test_queries_that_it_cannot_read():
                 out, by = served_by(lambda given=given: sdpa(given, k, v, is_causal=True))
                 assert by == {served}
                 assert error(out, expected) < TOLERANCE[q.dtype]
+
+
+RECORDED = {"full": {}, "causal": {"is_causal": True}, "soft cap": {"is_causal": True, "softcap": 20.0}}
+
+
+@pytest.mark.skipif(is_off(), reason="only native calls are launched as recorded")
+@pytest.mark.parametrize("mask", RECORDED)
+def test_recorded_launches(mask):
+    """Kernels are launched without its functions, with the same bits, for other data at other addresses."""
+    options = {"scale": 0.21, **RECORDED[mask]}
+    assert wait_for_native_calls()
+    with recording():
+        (said,) = until_recorded(lambda: sdpa(*problem(SHAPES[0]), **options))
+        assert said == "as recorded (kernels: 1, memsets: 0)"
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                q, k, v = problem(SHAPES[0])
+                poison(q.shape, dtype=q.dtype)
+                out = sdpa(q, k, v, **options)
+                with by_cudnn():  # by its functions
+                    assert torch.equal(sdpa(q, k, v, **options), out)
+                assert error(out, exact(q, k, v, **options)[0]) < TOLERANCE[q.dtype]
+                scaled = {**options, "scale": -0.4}  # the recorded scale is another
+                assert error(sdpa(q, k, v, **scaled), exact(q, k, v, **scaled)[0]) < TOLERANCE[q.dtype]
+
+
+@pytest.mark.skipif(is_off(), reason="only native calls are launched as recorded")
+def test_recorded_launches_of_packed_sequences():
+    """Those of the forward pass; sums of gradients are cleared first, and added to in any order."""
+    faults = []
+    assert wait_for_native_calls()
+    with recording():
+        said = until_recorded(lambda: faults.extend(packed_calls.check(packed_calls.plain(**packed("causal")))))
+    assert not faults
+    assert any(one.startswith("as recorded") for one in said)
+    assert "by FlashAttention-4, because its functions add to memory that is cleared before, in any order" in said
 
 
 def test_explain_says_who_serves():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from function_plans import function, interface
 from native_way import native_way
 from real_plans import Device, real_plans
 from torch import Tensor
@@ -32,32 +31,9 @@ from cudnn_sdpa.plans.function_plan import (
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
-#: A part of TVM FFI's library: one stream for each thread, and an error's text.
-TVM_FFI = r"""
-#include <stdint.h>
-static __thread void* stream;
-int TVMFFIEnvSetStream(int type, int device, void* now, void** before) {
-  if (type != 2 || device != 0) return -1;
-  if (before) *before = stream;
-  stream = now;
-  return 0;
-}
-void* StreamOfTheseTests(void) { return stream; }  // by a name that no other library in the process has
-static struct { uint64_t header[3]; const char* kind; uint64_t size; const char* text; uint64_t length; } error = {
-  {1}, "TypeError", 9, "no such tensor", 14};
-void TVMFFIErrorMoveFromRaised(void** result) { *result = &error; }
-int TVMFFIObjectDecRef(void* object) { return 0; }
-"""
-
 #: Writes what it gets into its first argument: two numbers, one within a tuple, the rank, sizes, strides and first
 #: value of the second tensor, the stream, and the sum of a tensor in the workspace, which it then overwrites.
 FUNCTION = r"""
-#include <stdint.h>
-typedef struct { int32_t kind; uint32_t small; union { int64_t number; double real; void* pointer; }; } Any;
-typedef struct { void* data; int32_t type, device, rank; uint8_t code, bits; uint16_t lanes; int64_t *shape, *stride;
-                 uint64_t offset; } Tensor;
-typedef struct { uint64_t count; int32_t kind, pad; void* deleter; Any* data; int64_t size, capacity; } Array;
-void* StreamOfTheseTests(void);
 int __tvm_ffi_func(void* self, const Any* given, int32_t count, Any* result) {
   if (count != 7 || given[0].kind != 7 || given[1].kind != 3 || given[2].kind != 1 || given[3].kind != 71) return -1;
   if (given[4].kind != 7 || given[5].kind != 0 || given[6].kind != 7) return -1;
@@ -86,22 +62,11 @@ RESULTS = 11
 ZEROED = (512, 8)
 
 
-def compiled(folder: Path, name: str, source: str, *flags: str) -> str:
-    path, library = folder / f"{name}.c", str(folder / f"{name}.so")
-    path.write_text(source)
-    subprocess.run(["cc", "-shared", "-fPIC", *flags, "-o", library, str(path)], check=True)
-    return library
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Interface, dict[str, Library]]:
+def made() -> tuple[Interface, dict[str, Library]]:
     """An interface, and two functions, whose results differ by a factor."""
-    folder = tmp_path_factory.mktemp("functions")
-    tvm_ffi = compiled(folder, "tvm_ffi", TVM_FFI)
-    interface = Interface(tvm_ffi, tvm_ffi)
     factors = {"one": 1, "ten": 10}
-    paths = {name: compiled(folder, name, FUNCTION, f"-DFACTOR={factor}") for name, factor in factors.items()}
-    return interface, {name: Library(Path(path).read_bytes()) for name, path in paths.items()}
+    return interface(), {name: function(name, FUNCTION, f"-DFACTOR={factor}") for name, factor in factors.items()}
 
 
 @pytest.fixture(params=["python", "native"])
