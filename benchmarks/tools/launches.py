@@ -18,6 +18,7 @@ from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import ProgramPlan
 
 
 class Launches(NamedTuple):
@@ -58,7 +59,7 @@ def _noted() -> Iterator[tuple[list[Call], list[Call], list[Call]]]:
     plans: list[Call] = []
     not_launched: list[Call] = []
     kernels: list[Call] = []
-    executes = {plan: plan._execute for plan in plan_cache.plans() if plan.can_be_recorded}
+    executes = {plan: plan._execute for plan in plan_cache.plans() if not isinstance(plan, ProgramPlan)}
     launch_kernel = LoadedKernel.launch
 
     def note_kernel(kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int) -> None:

@@ -15,7 +15,7 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -111,7 +111,7 @@ class Interface:
     """TVM FFI's library and the runtime of CuTe's DSL, loaded without Python's packages of these names."""
 
     def __init__(self, tvm_ffi: str, runtime: str) -> None:
-        self._tvm_ffi = ctypes.PyDLL(tvm_ffi, mode=ctypes.RTLD_GLOBAL)  # functions find their symbols
+        self._tvm_ffi = ctypes.CDLL(tvm_ffi, mode=ctypes.RTLD_GLOBAL)  # functions find their symbols
         self._runtime = ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         self.set_stream = self._tvm_ffi.TVMFFIEnvSetStream
         pointer, integer = ctypes.c_void_p, ctypes.c_int32
@@ -147,7 +147,7 @@ class Library:
         self._file = os.memfd_create("cudnn_sdpa function")
         with os.fdopen(self._file, "wb", closefd=False) as memory:
             memory.write(contents)
-        self._library = ctypes.PyDLL(f"/proc/self/fd/{self._file}")  # it is called with the GIL
+        self._library = ctypes.CDLL(f"/proc/self/fd/{self._file}")
         self.is_launched = False
         self.function = self._library["__tvm_ffi_func"]
         pointer = ctypes.c_void_p
@@ -253,32 +253,7 @@ class FunctionPlan(ProgramPlan):
         self.libraries = [libraries[call.function] for call in program.calls]
 
     def launch(self, pointers: Sequence[int]) -> None:
-        scratch, operands = None, array("Q", pointers)
-        if self.workspace:
-            scratch = allocate((self.workspace,), (1,), torch.uint8)
-            first, count = self.zeroed
-            if count:
-                scratch[first : first + count].zero_()
-        memory, stream = 0 if scratch is None else scratch.data_ptr(), current_raw_stream(self.device)
-        self._execute(operands.buffer_info()[0], self.count, memory, stream, -1)
-        del scratch  # not before: its memory must not go to other work of this launch
-
-    def handle_for(self, handle: int, stream: int) -> int:
-        return stream
-
-    def why_not_recorded(self) -> str:
-        if self.zeroed[1]:
-            return "its functions add to memory that is cleared before, in any order"
-        if any(operand.name == SIZES for operand in self.key.inputs):
-            return "each launch reads the sizes of its tensors"
-        return ""
-
-    def _execute(self, address: int, count: int, workspace: int, stream: int, _: int) -> None:
-        """Calls the functions; parameters are those of `backend.Execute`, with a stream in place of cuDNN's handle.
-
-        The GIL is held: no other thread may wait for the GPU while the stream is captured.
-        """
-        block, pointers = self.block, (ctypes.c_uint64 * count).from_address(address)
+        block, scratch = self.block, None
         words = block.words[:]  # local to this call: many threads launch a plan at once
         base = words.buffer_info()[0]
         for word, place, offset in block.pointers:
@@ -288,20 +263,39 @@ class FunctionPlan(ProgramPlan):
         for word, place in block.numbers:
             number = ctypes.c_float.from_address(pointers[place]).value
             words[word] = struct.unpack("<Q", struct.pack("<d", number))[0]
-        for word, offset in block.scratch:
-            words[word] = workspace + offset
-        before = ctypes.c_void_p()
+        if self.workspace:
+            scratch = allocate((self.workspace,), (1,), torch.uint8)
+            for word, offset in block.scratch:
+                words[word] = scratch.data_ptr() + offset
+            first, count = self.zeroed
+            if count:
+                scratch[first : first + count].zero_()
+        stream, before = current_raw_stream(self.device), ctypes.c_void_p()
         self.interface.set_stream(_CUDA, self.device, stream, ctypes.byref(before))
         try:
-            for library, (first, arguments) in zip(self.libraries, block.calls, strict=True):
+            for library, (first, count) in zip(self.libraries, block.calls, strict=True):
                 result = (ctypes.c_uint64 * _ANY_WORDS)()
                 with contextlib.nullcontext() if library.is_launched else relaxed_capture():
-                    failed = library.function(None, base + 8 * first, arguments, result)
+                    failed = library.function(None, base + 8 * first, count, result)
                 if failed:
                     self.refuse_launch()
                 library.is_launched = True
         finally:
             self.interface.set_stream(_CUDA, self.device, before, None)
+        del scratch  # not before: its memory must not go to other work of this launch
+
+    def why_not_recorded(self) -> str:
+        if self.zeroed[1]:
+            return "its functions add to memory that is cleared before, in any order"
+        if any(operand.name == SIZES for operand in self.key.inputs):
+            return "each launch reads the sizes of its tensors"
+        return ""
+
+    def executor(self, native: Any) -> Any:
+        return native.executor_of_functions(self.native_form() | {"device": self.device})
+
+    def handle_for(self, handle: int, stream: int) -> int:
+        return stream
 
     def native_form(self) -> dict[str, object]:
         block = self.block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -116,8 +116,12 @@ class Plan:
         """Who launches it where its launches are not recorded."""
         return "cuDNN"
 
+    def executor(self, native: Any) -> Any:
+        """What executes the plan while the native module records it, as `backend.Execute`."""
+        return self._execute
+
     def handle_for(self, handle: int, stream: int) -> int:
-        """What the plan is executed with on a stream, given cuDNN's handle that is bound to it."""
+        """What that takes for a stream: a handle of cuDNN's that is bound to it."""
         return handle
 
     def why_not_recorded(self) -> str:

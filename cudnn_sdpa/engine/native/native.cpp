@@ -170,6 +170,13 @@ std::vector<std::string> driver_functions() {
 #undef CUDNN_SDPA_NAME
 }
 
+// Executes functions as the frontend executes a plan, with a stream in place of cuDNN's handle.
+py::cpp_function executor_of(const py::dict& given) {
+  return [functions = functions_of(given)](uint64_t operands, size_t, uint64_t workspace, uint64_t stream, int) {
+    functions.execute(reinterpret_cast<const uint64_t*>(operands), workspace, {stream});
+  };
+}
+
 const uint64_t* operands_of(const Recorded& recorded, const std::vector<uint64_t>& pointers) {
   if (pointers.size() != recorded.operands()) throw std::invalid_argument("a launch of other operands");
   return pointers.data();
@@ -212,7 +219,8 @@ PYBIND11_MODULE(_native, module) {
       .def("take_context", &Recorded::take_context)
       .def(
           "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("handle"), py::arg("execute"),
-          py::arg("sets"), py::arg("moving"), py::arg("scalars"), py::arg("workspace"))
+          py::arg("sets"), py::arg("noise"), py::arg("moving"), py::arg("scalars"), py::arg("workspace"))
+      .def_static("executor_of_functions", &executor_of)
       .def("serves", [](const Recorded& self, const std::vector<uint64_t>& pointers) {
         return self.serves(operands_of(self, pointers));
       })

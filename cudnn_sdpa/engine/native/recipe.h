@@ -240,6 +240,11 @@ struct Functions {
   py::object refuse;                                   // raises what a function has raised
 
   void launch(const uint64_t* operands, const at::Tensor& workspace, const Stream& current) const {
+    if (zeroed.second) workspace.narrow(0, zeroed.first, zeroed.second).zero_();
+    execute(operands, workspace.defined() ? address_of(workspace) : 0, current);
+  }
+
+  void execute(const uint64_t* operands, uint64_t memory, const Stream& current) const {
     std::vector<uint64_t> filled = words;
     for (const auto& pointer : pointers) filled[pointer.place] = operands[pointer.slot] + pointer.offset;
     for (const auto& [word, target] : links) filled[word] = reinterpret_cast<uint64_t>(filled.data() + target);
@@ -247,16 +252,13 @@ struct Functions {
       const double number = *reinterpret_cast<const float*>(operands[operand]);
       std::memcpy(&filled[word], &number, sizeof number);
     }
-    if (workspace.defined()) {
-      const uint64_t memory = address_of(workspace);
-      for (const auto& [word, offset] : scratch) filled[word] = memory + offset;
-      if (zeroed.second) workspace.narrow(0, zeroed.first, zeroed.second).zero_();
-    }
+    for (const auto& [word, offset] : scratch) filled[word] = memory + offset;
     void* before = nullptr;
     set_stream(cuda, device, reinterpret_cast<void*>(current.raw), &before);
     int failed = 0;
     for (const auto& call : calls) {
       uint64_t result[2] = {0, 0};
+      StackNoise::write();
       failed = call.function(nullptr, filled.data() + call.first, call.count, result);
       if (failed) break;
     }

@@ -1,8 +1,8 @@
 // What a plan launches, read from captured graphs and launched with other addresses by the driver alone.
 //
 // A plan is captured several times at addresses of which no two move alike. A word of its kernels' arguments is an
-// operand's address if it moves as the operand does. All else must be equal in all captures, and the last captures must
-// be as the others predict, to the byte.
+// operand's address if it moves as the operand does. All else must be equal in all captures, but for what host code leaves
+// unwritten of an argument, and the last captures must be as the others predict, to the byte.
 #pragma once
 
 #include "driver.h"
@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -49,6 +50,39 @@ inline void check(driver::Result error, const char* what) {
   if (error) throw refusal(std::string(what) + ": CUDA reports error " + std::to_string(error));
 }
 
+// Noise where the variables of the next function that is called will be: what its host code leaves unwritten of an
+// argument's structure shows it. Two kinds of noise may differ in all bytes.
+class StackNoise {
+ public:
+  // A pair of noises, 1 and 2, 3 and 4, and so on, has each other's complements.
+  explicit StackNoise(uint64_t kind) {
+    kind_ = kind;
+  }
+  StackNoise(const StackNoise&) = delete;
+  StackNoise& operator=(const StackNoise&) = delete;
+
+  ~StackNoise() {
+    kind_ = 0;
+  }
+
+  // Nothing but while plans are captured.
+  static void write() {
+    if (kind_) fill();
+  }
+
+ private:
+  inline static uint64_t kind_ = 0;  // the GIL guards it
+
+  [[gnu::noinline]] static void fill() {
+    volatile uint64_t noise[4096];
+    uint64_t word = 0x9e3779b97f4a7c15 * ((kind_ + 1) / 2);
+    for (auto& each : noise) {
+      word ^= word << 13, word ^= word >> 7, word ^= word << 17;
+      each = kind_ % 2 ? word : ~word;
+    }
+  }
+};
+
 // A kernel or a memset of a plan; the argument of a memset is its address.
 class LaunchNode {
  public:
@@ -62,6 +96,7 @@ class LaunchNode {
 
   std::string name, look;  // `look` is all but the arguments
   std::vector<std::vector<uint8_t>> arguments;
+  std::vector<std::vector<bool>> unwritten;  // for each byte of these, whether host code leaves it as the stack was
   std::vector<Patch> patches;
 
   static LaunchNode of(void* handle) {
@@ -92,6 +127,17 @@ class LaunchNode {
   // The bytes that a memset clears; none if it sets them to other values.
   size_t cleared() const {
     return memset_ && !memset_->value ? memset_->width * memset_->element_size : 0;
+  }
+
+  // Whether another launch has these arguments, but for what is unwritten.
+  bool has_arguments_of(const LaunchNode& other) const {
+    for (size_t argument = 0; argument < arguments.size(); ++argument) {
+      for (size_t place = 0; place < arguments[argument].size(); ++place) {
+        const bool differs = arguments[argument][place] != other.arguments[argument][place];
+        if (differs && !unwritten[argument][place]) return false;
+      }
+    }
+    return true;
   }
 
   template <class AddressOf>
@@ -280,18 +326,23 @@ class Recorded {
   // Captures launches of a plan, two in a row, and finds what they have in common.
   //
   // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
-  // workspace, which has `workspace` bytes. Slots that `moving` names move in them; `scalars` are operands in host memory. `handle` is bound to
-  // `stream`. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
+  // workspace, which has `workspace` bytes. `noise` is that of the stack in each launch; sets that are launched with
+  // several show what is unwritten. Slots that `moving` names move in them; `scalars` are operands in host memory.
+  // `handle` is bound to `stream`. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
   // streams is captured.
   void record(
-      uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets, Moving moving,
-      const std::vector<size_t>& scalars, uint64_t workspace) {
+      uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets,
+      const std::vector<uint64_t>& noise, Moving moving, const std::vector<size_t>& scalars, uint64_t workspace) {
     if (sets.size() < 6 || sets.size() % 2) throw std::invalid_argument("too few launches");
+    if (noise.size() != sets.size()) throw std::invalid_argument("each launch needs its noise");
     if (!has_context()) throw refusal("another CUDA context is current");
     std::vector<Sequence> launches;
     for (size_t first = 0; first < sets.size(); first += 2) {
       auto both = capture(stream, [&] {
-        for (const auto& set : {sets[first], sets[first + 1]}) {
+        for (const size_t launch : {first, first + 1}) {
+          const auto& set = sets[launch];
+          const StackNoise of_launch(noise[launch]);
+          StackNoise::write();
           execute(reinterpret_cast<uint64_t>(set.data()), set.size() - 1, set.back(), handle, -1);
         }
       });
@@ -308,13 +359,14 @@ class Recorded {
     for (size_t node = 0; node < nodes.size(); ++node) {
       if (launches[0].overlaps[node] && nodes[node].is_kernel()) nodes[node].overlap();
       for (size_t argument = 0; argument < nodes[node].arguments.size(); ++argument) {
+        find_unwritten(launches, sets, noise, nodes[node], node, argument);
         find_addresses(launches, sets, moving, nodes[node], node, argument);
       }
     }
     for (size_t last = sets.size() - 2; last < sets.size(); ++last) {
       for (size_t node = 0; node < nodes.size(); ++node) {
         nodes[node].put([&](const LaunchNode::Patch& patch) { return sets[last][patch.slot] + patch.offset; });
-        if (nodes[node].arguments != launches[last].nodes[node].arguments) {
+        if (!nodes[node].has_arguments_of(launches[last].nodes[node])) {
           throw refusal("another capture is not as predicted: " + nodes[node].name);
         }
       }
@@ -429,7 +481,8 @@ class Recorded {
     return current == context_ || (current == nullptr && !cuda.cuCtxSetCurrent(context_));
   }
 
-  static constexpr int64_t most_offset = int64_t{1} << 40;
+  // Of an address from its operand's: tensor maps of packed sequences begin 2 TiB ahead of their tensor.
+  static constexpr int64_t most_offset = int64_t{1} << 42;
 
   static uint32_t bits_at(uint64_t address) {
     uint32_t bits = 0;
@@ -488,6 +541,30 @@ class Recorded {
     return word;
   }
 
+  // Finds the bytes of one argument that differ between launches of one set with different noise, and never with the
+  // same: no kernel's results depend on them. They are zeros in recorded launches.
+  static void find_unwritten(
+      const std::vector<Sequence>& launches, const std::vector<Words>& sets, const std::vector<uint64_t>& noise,
+      LaunchNode& node, size_t number, size_t argument) {
+    const auto bytes = [&](size_t launch) -> const auto& { return launches[launch].nodes[number].arguments[argument]; };
+    const size_t size = bytes(0).size();
+    std::vector<bool> shows(size), varies(size);
+    for (size_t launch = 0; launch < launches.size(); ++launch) {
+      for (size_t other = 0; other < launch; ++other) {
+        if (sets[launch] != sets[other]) continue;
+        auto& found = noise[launch] == noise[other] ? varies : shows;
+        for (size_t place = 0; place < size; ++place) {
+          if (bytes(launch)[place] != bytes(other)[place]) found[place] = true;
+        }
+      }
+    }
+    for (size_t place = 0; place < size; ++place) {
+      shows[place] = shows[place] && !varies[place];
+      if (shows[place]) node.arguments[argument][place] = 0;
+    }
+    node.unwritten.push_back(std::move(shows));
+  }
+
   // Finds the addresses in one argument of a node, from all launches but the last two.
   static void find_addresses(
       const std::vector<Sequence>& launches, const std::vector<Words>& sets, const Moving& moving,
@@ -496,8 +573,9 @@ class Recorded {
     const auto bytes = [&](size_t launch) -> const auto& { return launches[launch].nodes[number].arguments[argument]; };
     enum Kind : char { kEqual, kMoves, kAddress };
     std::vector<Kind> kinds(size, kEqual);
+    const auto& unwritten = node.unwritten[argument];
     for (size_t place = 0; place < size; ++place) {
-      for (size_t launch = 1; launch < count; ++launch) {
+      for (size_t launch = 1; launch < count && !unwritten[place]; ++launch) {
         if (bytes(launch)[place] != bytes(0)[place]) kinds[place] = kMoves;
       }
     }
@@ -510,7 +588,7 @@ class Recorded {
           const auto offset = [&](size_t launch) {
             return static_cast<int64_t>(word_at(bytes(launch), place) - sets[launch][slot]);
           };
-          bool is_its = offset(0) >= 0 && offset(0) < most_offset;
+          bool is_its = std::abs(offset(0)) < most_offset;
           for (size_t launch = 1; is_its && launch < count; ++launch) is_its = offset(launch) == offset(0);
           if (!is_its) continue;
           node.patches.push_back({slot, offset(0), argument, place});
@@ -528,7 +606,8 @@ class Recorded {
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);
       const auto begin = kinds.begin() + place, end = begin + 8;
-      if (std::find(begin, end, kAddress) != end) continue;
+      const auto first = unwritten.begin() + place;
+      if (std::find(begin, end, kAddress) != end || std::find(first, first + 8, true) != first + 8) continue;
       if (word >> 48 || !(word >> 32)) continue;  // no address of a GPU's memory
       int type = 0;
       if (!cuda.cuPointerGetAttribute(&type, driver::memory_type, word)) {

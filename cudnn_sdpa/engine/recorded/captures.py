@@ -25,11 +25,15 @@ SPREAD = 8 << 20
 #: if what is launched depends on it.
 _COARSE = 256
 
-#: Bytes that half an address tells apart, and how many of them may be a GPU's on all machines.
-_HALF, _MOST_HALVES = 1 << 32, 1 << 14
+#: Bytes that half an address tells apart, and how many of them may be a GPU's on all machines; not the first, as tensor
+#: maps of packed sequences begin 2 TiB ahead of their tensor.
+_HALF, _FIRST_HALVES, _MOST_HALVES = 1 << 32, 1 << 10, 1 << 14
 
-#: Launches that are captured, two at a time; the last two must be as the others predict.
-LAUNCHES = 6
+#: The sets of addresses that are launched, two at a time, and the noise on the stack of each. What host code leaves
+#: unwritten of an argument differs between launches of one set with two noises, and with one does not. The last two
+#: launches must be as the others predict.
+_ORDER = ((0, 1), (1, 2), (1, 1), (0, 2), (0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6))
+SETS, LAUNCHES = 6, len(_ORDER)
 
 
 def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
@@ -50,7 +54,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
     """
     count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
-    numbers = array("f", [*values] * LAUNCHES)  # elsewhere in each launch: their addresses must not be taken for data
+    numbers = array("f", [*values] * SETS)  # elsewhere in each launch: their addresses must not be taken for data
     # Operands may overlap, as nothing is read or written. They are anywhere: the upper halves of addresses in one piece
     # of memory are all the same, and would be taken for numbers. But CUDA checks that memory which is set exists.
     written = max(plan.workspace, *sizes)
@@ -65,19 +69,20 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
         moving |= {count: _COARSE} if plan.workspace else {}
         coarse = dict.fromkeys(moving, _COARSE)
-        sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
+        sets = [[0] * (1 + count) for _ in range(SETS)]
         for number, words in enumerate(sets):
             for index, each in (moving if number % 2 else coarse).items():
                 words[index] = address(each, odd=bool(number % 2))
                 if index < anywhere:
-                    words[index] = words[index] % _HALF + _HALF * draw.randrange(1, _MOST_HALVES)
+                    words[index] = words[index] % _HALF + _HALF * draw.randrange(_FIRST_HALVES, _MOST_HALVES)
             for at, index in enumerate(scalars):
                 words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
         native.record(
             stream=stream,
             handle=plan.handle_for(handle, stream),
-            execute=plan._execute,
-            sets=sets,
+            execute=plan.executor(native),
+            sets=[sets[number] for number, _ in _ORDER],
+            noise=[noise for _, noise in _ORDER],
             moving=list(moving.items()),
             scalars=scalars,
             workspace=plan.workspace,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from function_plans import function, interface
 from real_plans import Device, real_plans
-from stand_in_gpu import Kernel, library, own_kernel, stand_in_driver, wait
+from stand_in_gpu import Kernel, launched, library, own_kernel, stand_in_driver, wait
 from torch import Tensor
 
 from cudnn_sdpa import plan_cache
@@ -34,6 +34,9 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 
 WORDS = 64
 
+#: Bytes between a tensor of packed sequences and where FlashAttention-4 has its tensor map begin.
+AHEAD = 1 << 41
+
 #: Arguments: a, b, out, the workspace, the scale, a counter of calls, `cuLaunchKernelEx`, and its three functions.
 FUNCTION = r"""
 typedef struct { unsigned grid[3], block[3], shared; void* stream; void* attributes; unsigned count; } Config;
@@ -46,8 +49,10 @@ int __tvm_ffi_func(void* self, const Any* given, int32_t count, Any* result) {
   ++*(int64_t*)given[5].number;
   const Launch launch = (Launch)given[6].number;
   const Config config = {{3, 1, 1}, {128, 1, 1}, 0, StreamOfTheseTests(), 0, 0};
-  char description[128] = {0};
+  char description[128];  // the rest stays as the stack was, but for an address far ahead of the result's
+  const uint64_t ahead = (uint64_t)memory[2] - AHEAD;
   memcpy(description + 20, &memory[2], 8);
+  memcpy(description + 40, &ahead, 8);
   void* start[] = {&memory[3]};
   void* products[] = {&memory[3], &memory[0], &memory[1], &values[0], &values[1]};
   void* finish[] = {description, &memory[3]};
@@ -81,7 +86,7 @@ class Calls:
         scale = Operand("scale", HOST_SCALAR, Role.SCALAR)
         inputs = (Operand("a", layout), Operand("b", layout), scale, *([sizes] if has_sizes else []))
         key = PlanKey("tests:recorded", "", inputs, (Operand("out", layout),), (), targets.live_target(0), device=0)
-        made = {"function": function("recorded", FUNCTION)}
+        made = {"function": function("recorded", FUNCTION, f"-DAHEAD={AHEAD}ull")}
         self.plan = plan_cache.get(key, lambda key: FunctionPlan(key, program, made, interface()))
         self.calls, self._arrays = NativeCalls(numbers=3), {SIZES: array("q", [0, 0])} if has_sizes else {}
 
@@ -131,17 +136,31 @@ def test_functions_are_called_no_more_once_their_launches_are_recorded(device):
     assert call.called == before + 1
 
 
+def test_what_a_function_leaves_unwritten_is_zero(device):  # noqa: ARG001
+    """An argument is a structure that its host code fills in part, with an address before that of the tensor."""
+    call = Calls()
+    assert call.settle().startswith("as recorded")
+    a, b = torch.randn(WORDS), torch.randn(WORDS)
+    launched()
+    out = call(a, b, 0.75)
+    words = {20: out.data_ptr(), 40: out.data_ptr() - AHEAD}
+    description = bytearray(128)
+    for place, word in words.items():
+        description[place : place + 8] = word.to_bytes(8, "little")
+    assert description.hex() in launched()[-1]
+
+
 def test_functions_are_called_again_after_an_error_of_the_recorded_launch(device, monkeypatch):  # noqa: ARG001
-    call, execute = Calls(), FunctionPlan._execute
+    call, launch = Calls(), FunctionPlan.launch
     call.settle()
 
-    def repairs(self, *arguments):
+    def repairs(self, pointers):
         library().fail_with(0)
-        execute(self, *arguments)
+        launch(self, pointers)
 
     before = call.called
     library().fail_with(1)
-    monkeypatch.setattr(FunctionPlan, "_execute", repairs)
+    monkeypatch.setattr(FunctionPlan, "launch", repairs)
     for number in (1, 2):
         call.check(0.75)
         assert call.called == before + number
