@@ -170,7 +170,7 @@ class Explanation:
         known_issues: Bugs of this cuDNN that the plan works around.
         on_gpu: Why a plan built on the GPU would be better than this one, which was made without it; usually empty.
         native: On this machine's GPU, whether calls go through the native module, and why not.
-        launched: There too, with `CUDNN_SDPA_RECORDED`: whether cuDNN launches its plan, and why.
+        launched: There too, with `CUDNN_SDPA_RECORDED`: who launches its plan, and why, or that it is recorded.
         backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
         errors: With `verify`, the relative error of each result against the reference in float64.
         versions: Versions of this package and its dependencies.

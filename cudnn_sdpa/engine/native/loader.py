@@ -30,7 +30,7 @@ VARIABLE = "CUDNN_SDPA_NATIVE"
 OFF, AUTO, ON, VERIFY = "off", "auto", "on", "verify"
 MODES = (OFF, AUTO, ON)
 
-#: Environment variable that says whether the native module records what cuDNN launches: see `engine/recorded`.
+#: Environment variable that says whether the native module records what plans launch: see `engine/recorded`.
 RECORDED_VARIABLE = "CUDNN_SDPA_RECORDED"
 RECORDED_MODES = (OFF, ON, VERIFY)
 

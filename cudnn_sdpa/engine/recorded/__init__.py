@@ -1,1 +1,1 @@
-"""Recorded launches: plans of cuDNN's whose kernels the native module launches itself."""
+"""Recorded launches: plans whose kernels the native module launches itself."""

@@ -47,7 +47,7 @@ pytestmark = [
 ]
 
 #: Into how many tests the random calls of an operation are divided.
-PARTS = 4
+PARTS = 8
 
 
 @pytest.fixture(autouse=True)
