@@ -1,4 +1,4 @@
-"""Which way calls take while they are measured: natively, or in Python; as recorded, or by cuDNN."""
+"""Which way calls take while they are measured: natively, or in Python; as recorded, or by their provider."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recorders(of: Container[PlanKey] | None = None) -> list[Recorder]:
 
 
 def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:
-    """Makes calls until their plans are recorded, or left to cuDNN; says who launches those that are new.
+    """Makes calls until their plans are recorded, or cannot be; says who launches those that are new.
 
     Calls of gradients become native some calls later than others. Plans that the calls do not use are not awaited.
     """
@@ -79,7 +79,7 @@ def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:
 
 @contextmanager
 def by_cudnn() -> Iterator[None]:
-    """Recorded plans are launched by cuDNN."""
+    """Recorded plans are launched by their provider: cuDNN, or FlashAttention-4's functions."""
     serving = [each.native for each in recorders() if each.native.is_serving]
     for native in serving:
         native.is_serving = False

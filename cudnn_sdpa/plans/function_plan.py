@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from cudnn_sdpa.errors import ExecutionError
-from cudnn_sdpa.graph.key import Operand, PlanKey
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.private_memory import relaxed_capture
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 from cudnn_sdpa.plans.program_plan import ProgramPlan
@@ -287,7 +287,7 @@ class FunctionPlan(ProgramPlan):
     def why_not_recorded(self) -> str:
         if self.zeroed[1]:
             return "its functions add to memory that is cleared before, in any order"
-        if any(operand.name == SIZES for operand in self.key.inputs):
+        if any(operand.role is Role.HOST for operand in self.key.inputs):
             return "each launch reads the sizes of its tensors"
         return ""
 

@@ -121,7 +121,7 @@ class Plan:
         return self._execute
 
     def handle_for(self, handle: int, stream: int) -> int:
-        """What that takes for a stream: a handle of cuDNN's that is bound to it."""
+        """The handle with which `executor` launches on a stream, given cuDNN's that is bound to the stream."""
         return handle
 
     def why_not_recorded(self) -> str:

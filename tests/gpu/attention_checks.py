@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from float64_reference import attend as exact
@@ -67,6 +68,17 @@ def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = [torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in shapes for _ in range(3)]
     torch.cuda.synchronize()
     del tensors
+
+
+def is_served_as_recorded(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> bool:
+    """Whether a call of these operands, by name, is launched as the one plan that is held was recorded."""
+    (plan,) = cudnn_sdpa.plan_cache.plans()
+    values = {name: array("f", [x]) for name, x in numbers.items() if isinstance(x, float)}
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    addresses |= {name: x.buffer_info()[0] for name, x in values.items()}
+    native: Any = plan.recorder.native  # type: ignore[attr-defined]
+    operands = (*plan.key.inputs, *plan.key.outputs)
+    return bool(native.is_serving and native.serves([addresses[each.name] for each in operands]))
 
 
 @contextlib.contextmanager

@@ -373,7 +373,7 @@ struct Plan {
     return true;
   }
 
-  // After an error cuDNN launches the plan, now and always. It may know why: another plan has changed an attribute of
+  // After an error the provider launches the plan, now and always. It may know why: another plan has changed an attribute of
   // the same function, which `execute` sets again. What has been launched of this call is launched again.
   void launch_recorded(
       const uint64_t* pointers, size_t number, uint64_t memory, const Stream& current, uint64_t zeros = 0) const {

@@ -50,11 +50,11 @@ inline void check(driver::Result error, const char* what) {
   if (error) throw refusal(std::string(what) + ": CUDA reports error " + std::to_string(error));
 }
 
-// Noise where the variables of the next function that is called will be: what its host code leaves unwritten of an
-// argument's structure shows it. Two kinds of noise may differ in all bytes.
+// Noise where the variables of the next function that is called will be. A kernel's argument shows it in the bytes that
+// the host code of the launch leaves unwritten.
 class StackNoise {
  public:
-  // A pair of noises, 1 and 2, 3 and 4, and so on, has each other's complements.
+  // Of a pair of kinds, 1 and 2, 3 and 4, and so on, the one is the other's complement.
   explicit StackNoise(uint64_t kind) {
     kind_ = kind;
   }
@@ -65,7 +65,7 @@ class StackNoise {
     kind_ = 0;
   }
 
-  // Nothing but while plans are captured.
+  // While plans are captured; else it does nothing.
   static void write() {
     if (kind_) fill();
   }
@@ -74,7 +74,7 @@ class StackNoise {
   inline static uint64_t kind_ = 0;  // the GIL guards it
 
   [[gnu::noinline]] static void fill() {
-    volatile uint64_t noise[4096];
+    volatile uint64_t noise[2048];  // more than such functions take of the stack
     uint64_t word = 0x9e3779b97f4a7c15 * ((kind_ + 1) / 2);
     for (auto& each : noise) {
       word ^= word << 13, word ^= word >> 7, word ^= word << 17;
@@ -326,9 +326,9 @@ class Recorded {
   // Captures launches of a plan, two in a row, and finds what they have in common.
   //
   // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
-  // workspace, which has `workspace` bytes. `noise` is that of the stack in each launch; sets that are launched with
-  // several show what is unwritten. Slots that `moving` names move in them; `scalars` are operands in host memory.
-  // `handle` is bound to `stream`. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
+  // workspace, which has `workspace` bytes. `noise` is that of the stack in each launch: a set that is launched with a
+  // pair of complements shows what is unwritten. Slots that `moving` names move in them; `scalars` are operands in host
+  // memory. `handle` is bound to `stream`, or is the stream. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
   // streams is captured.
   void record(
       uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets,
@@ -376,6 +376,7 @@ class Recorded {
     for (auto& node : nodes_) node.point();
     count_ = sets[0].size() - 1;
     find_counters(workspace);
+    find_ahead();
     scalars_.clear();
     for (const size_t place : scalars) scalars_.emplace_back(place, bits_at(sets[0][place]));
   }
@@ -385,6 +386,9 @@ class Recorded {
     if (nodes_.empty()) return false;
     for (const auto& [slot, alignment] : moving_) {
       if (!pointers[slot] || pointers[slot] & (alignment - 1)) return false;
+    }
+    for (const auto& [slot, ahead] : ahead_) {
+      if (pointers[slot] < ahead) return false;
     }
     for (const auto& [place, value] : scalars_) {
       if (bits_at(pointers[place]) != value) return false;
@@ -435,6 +439,7 @@ class Recorded {
  private:
   std::vector<LaunchNode> nodes_;
   Moving moving_;  // operands in the GPU's memory
+  std::vector<std::pair<size_t, uint64_t>> ahead_;  // operands, and bytes from an address among the arguments to theirs
   std::vector<std::pair<size_t, uint32_t>> scalars_;  // operands in host memory, and the values in the arguments
   size_t count_ = 0;
   std::vector<std::array<uint64_t, 3>> counters_;
@@ -469,6 +474,18 @@ class Recorded {
       }
       counters_.push_back({static_cast<uint64_t>(address[0].offset), size, zeros_});
       zeros_ += (space + alignment - 1) / alignment * alignment;
+    }
+  }
+
+  // Finds the addresses ahead of their operand: below zero host code masks them in its own way.
+  void find_ahead() {
+    ahead_.clear();
+    for (const auto& node : nodes_) {
+      for (const auto& patch : node.patches) {
+        if (patch.offset >= 0) continue;
+        if (patch.slot == count_) throw refusal("an address is ahead of the workspace: " + node.name);
+        ahead_.emplace_back(patch.slot, static_cast<uint64_t>(-patch.offset));
+      }
     }
   }
 
@@ -541,8 +558,8 @@ class Recorded {
     return word;
   }
 
-  // Finds the bytes of one argument that differ between launches of one set with different noise, and never with the
-  // same: no kernel's results depend on them. They are zeros in recorded launches.
+  // Finds the bytes of one argument that host code leaves unwritten: between launches of one set they differ in all bits
+  // where the noise does, and in none where it is the same. They are zeros in recorded launches.
   static void find_unwritten(
       const std::vector<Sequence>& launches, const std::vector<Words>& sets, const std::vector<uint64_t>& noise,
       LaunchNode& node, size_t number, size_t argument) {
@@ -552,9 +569,11 @@ class Recorded {
     for (size_t launch = 0; launch < launches.size(); ++launch) {
       for (size_t other = 0; other < launch; ++other) {
         if (sets[launch] != sets[other]) continue;
-        auto& found = noise[launch] == noise[other] ? varies : shows;
         for (size_t place = 0; place < size; ++place) {
-          if (bytes(launch)[place] != bytes(other)[place]) found[place] = true;
+          const int differs = bytes(launch)[place] ^ bytes(other)[place];
+          if (!differs) continue;
+          const bool is_noise = noise[launch] != noise[other] && differs == 0xff;
+          (is_noise ? shows : varies)[place] = true;
         }
       }
     }

@@ -29,11 +29,12 @@ _COARSE = 256
 #: maps of packed sequences begin 2 TiB ahead of their tensor.
 _HALF, _FIRST_HALVES, _MOST_HALVES = 1 << 32, 1 << 10, 1 << 14
 
-#: The sets of addresses that are launched, two at a time, and the noise on the stack of each. What host code leaves
-#: unwritten of an argument differs between launches of one set with two noises, and with one does not. The last two
-#: launches must be as the others predict.
-_ORDER = ((0, 1), (1, 2), (1, 1), (0, 2), (0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6))
-SETS, LAUNCHES = 6, len(_ORDER)
+#: The sets of addresses that are launched, two at a time, and the noise on the stack of each. The first set finds what
+#: host code leaves unwritten of an argument: noises 1 and 2 are complements, in an order in which nothing comes that
+#: recurs in each second, third or fourth launch. The last two launches must be as the others predict.
+ORDER = ((0, 1), (0, 1), (0, 2), (0, 1), (0, 2), (1, 3), (2, 5), (3, 7), (4, 9), (5, 11))
+
+_SETS = 1 + max(number for number, _ in ORDER)
 
 
 def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
@@ -54,7 +55,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
     """
     count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
-    numbers = array("f", [*values] * SETS)  # elsewhere in each launch: their addresses must not be taken for data
+    numbers = array("f", [*values] * _SETS)  # elsewhere in each set: their addresses must not be taken for data
     # Operands may overlap, as nothing is read or written. They are anywhere: the upper halves of addresses in one piece
     # of memory are all the same, and would be taken for numbers. But CUDA checks that memory which is set exists.
     written = max(plan.workspace, *sizes)
@@ -69,7 +70,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
         moving |= {count: _COARSE} if plan.workspace else {}
         coarse = dict.fromkeys(moving, _COARSE)
-        sets = [[0] * (1 + count) for _ in range(SETS)]
+        sets = [[0] * (1 + count) for _ in range(_SETS)]
         for number, words in enumerate(sets):
             for index, each in (moving if number % 2 else coarse).items():
                 words[index] = address(each, odd=bool(number % 2))
@@ -81,8 +82,8 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
             stream=stream,
             handle=plan.handle_for(handle, stream),
             execute=plan.executor(native),
-            sets=[sets[number] for number, _ in _ORDER],
-            noise=[noise for _, noise in _ORDER],
+            sets=[sets[number] for number, _ in ORDER],
+            noise=[noise for _, noise in ORDER],
             moving=list(moving.items()),
             scalars=scalars,
             workspace=plan.workspace,

@@ -22,11 +22,11 @@ _IN_WORDS = 4096
 
 
 def compare(native: Any, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Launches the call of these operands twice by cuDNN, and as recorded, with results of its own.
+    """Launches the call of these operands twice by its provider, and as recorded, with results of its own.
 
-    Gives four flags on the GPU: whether cuDNN's results differ from each other; whether the recorded launch's differ
-    from cuDNN's; whether every result tells something, as most wrong launches agree where a result is all zeros; and
-    whether a launch that is given zeros has other results, or writes to other memory. `sizes` are the bytes of each
+    Gives four flags on the GPU: whether the provider's results differ from each other; whether the recorded launch's
+    differ from these; whether every result tells something, as most wrong launches agree where a result is all zeros;
+    and whether a launch that is given zeros has other results, or writes to other memory. `sizes` are the bytes of each
     output, which may be more or less than those of its layout.
     """
     inputs, (offsets, size) = pointers[: len(plan.key.inputs)], side_by_side(sizes)

@@ -7,7 +7,7 @@ addresses of each call (`engine/native/recorded.h`).
 A plan that C++ has launched many times asks for the recording, which a thread makes in the background. A later call is
 launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with that has the
 verdict read. If the bits are the same, the recorded launch serves from then on. Until then, and for good if anything is
-not as expected, the plan is launched by whose it is. No call waits for the GPU.
+not as expected, cuDNN or these functions launch the plan. No call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_TRIES = 16
 #: Maximum number of seconds that the interpreter waits at its end for calls that record.
 PATIENCE = 2.0
 
-#: Why cuDNN launches a plan until it is recorded, or until that fails.
+#: Why a plan is not launched as recorded until it is, or until that fails.
 NOT_YET = "it is not recorded yet"
 
 #: A stage of the recording: what a call of the plan does for it. A method, not bound, as recorders are freed with
@@ -132,7 +132,7 @@ class Recorder:
                     self._leave(reason)
                     return
                 captures.record(self.native, plan, values, sizes)
-        except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
+        except Exception as error:  # noqa: BLE001 - whatever it is, calls are launched as before
             self._leave(str(error) or type(error).__name__)
         else:
             self._stage = Recorder._prove
@@ -166,7 +166,7 @@ class Recorder:
         try:
             with torch.cuda.device(device):
                 varies, differs, tells, is_wrong_with_zeros = verdict.read()
-        except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
+        except Exception as error:  # noqa: BLE001 - whatever it is, calls are launched as before
             self._leave(f"it cannot be proved: {error}")
             return
         self._different += differs
@@ -201,7 +201,7 @@ class Recorder:
 
     def _verify(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
-        if self.native.error:  # which cuDNN's launch has not
+        if self.native.error:  # which the launch above has not
             self._leave(f"CUDA reports error {self.native.error} for its recorded launch", logging.WARNING)
         elif self.native.is_watched and self.native.serves(pointers):
             for _ in range(MAX_DIFFERENT):

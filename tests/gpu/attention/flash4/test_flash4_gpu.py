@@ -15,7 +15,16 @@ import packed_calls
 import pytest
 import torch
 from aot_inductor import exported, printed_with, providers_of
-from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison, served_by
+from attention_checks import (
+    LAYOUTS,
+    TOLERANCE,
+    captured,
+    check,
+    error,
+    is_served_as_recorded,
+    poison,
+    served_by,
+)
 from compiled_functions import given_functions
 from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
 from float64_reference import attend as exact
@@ -320,6 +329,7 @@ def test_recorded_launches(mask):
                 q, k, v = problem(SHAPES[0])
                 poison(q.shape, dtype=q.dtype)
                 out = sdpa(q, k, v, **options)
+                assert is_served_as_recorded({"q": q, "k": k, "v": v, "out": out}, options)
                 with by_cudnn():  # by its functions
                     assert torch.equal(sdpa(q, k, v, **options), out)
                 assert error(out, exact(q, k, v, **options)[0]) < TOLERANCE[q.dtype]
@@ -335,8 +345,8 @@ def test_recorded_launches_of_packed_sequences():
     with recording():
         said = until_recorded(lambda: faults.extend(packed_calls.check(packed_calls.plain(**packed("causal")))))
     assert not faults
-    assert any(one.startswith("as recorded") for one in said)
-    assert "by FlashAttention-4, because its functions add to memory that is cleared before, in any order" in said
+    backward = "by FlashAttention-4, because its functions add to memory that is cleared before, in any order"
+    assert sorted(said) == ["as recorded (kernels: 1, memsets: 0)", backward]
 
 
 def test_explain_says_who_serves():

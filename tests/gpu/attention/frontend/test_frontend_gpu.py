@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from aot_inductor import exported, printed_with, providers_of
-from attention_checks import TOLERANCE, captured, check, error, served_by
+from attention_checks import TOLERANCE, captured, check, error, is_served_as_recorded, served_by
 from compiled_functions import given_functions
 from float64_reference import attend as exact
 from frontend_cases import (
@@ -22,7 +22,9 @@ from frontend_cases import (
     WITHOUT_KEYS,
     problem,
 )
+from native_way import is_off
 
+from benchmarks.tools.ways import by_cudnn, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import UnsupportedError, explain, providers, sdpa
 from cudnn_sdpa.attention.frontend.installed import installed
 from cudnn_sdpa.attention.frontend.plans import functions
@@ -74,6 +76,23 @@ def test_sinks(mask):
     q, k, v = problem(SHAPES[0])
     sinks = torch.randn(8, device="cuda") * 2 + 0.5
     check(q, k, v, sinks=sinks, **MASKS[mask])
+
+
+@pytest.mark.skipif(is_off(), reason="only native calls are launched as recorded")
+def test_recorded_launches():
+    """Its kernel is launched without its function, with the same bits, for other data at other addresses."""
+    options = {"scale": 0.11, "is_causal": True}
+    assert wait_for_native_calls()
+    with recording():
+        (said,) = until_recorded(lambda: sdpa(*problem(SHAPES[0]), **options))
+        assert said == "as recorded (kernels: 1, memsets: 0)"
+        for _ in range(3):
+            q, k, v = problem(SHAPES[0])
+            out = sdpa(q, k, v, **options)
+            assert is_served_as_recorded({"q": q, "k": k, "v": v, "out": out}, options)
+            with by_cudnn():  # by its function
+                assert torch.equal(sdpa(q, k, v, **options), out)
+            assert error(out, exact(q, k, v, **options)[0]) < TOLERANCE[q.dtype]
 
 
 def test_a_single_batch_entry():

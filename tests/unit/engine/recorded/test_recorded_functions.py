@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.engine.launch import BoundPlan
+from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.recorded.recorder import Recorder
 from cudnn_sdpa.graph import target as targets
@@ -53,6 +54,9 @@ int __tvm_ffi_func(void* self, const Any* given, int32_t count, Any* result) {
   const uint64_t ahead = (uint64_t)memory[2] - AHEAD;
   memcpy(description + 20, &memory[2], 8);
   memcpy(description + 40, &ahead, 8);
+  static char launches;
+  ++launches;
+  FAULT;
   void* start[] = {&memory[3]};
   void* products[] = {&memory[3], &memory[0], &memory[1], &values[0], &values[1]};
   void* finish[] = {description, &memory[3]};
@@ -70,7 +74,7 @@ class Calls:
         called: How often the function was called, captures included.
     """
 
-    def __init__(self, *, zeroed: tuple[int, int] = (0, 0), has_sizes: bool = False) -> None:
+    def __init__(self, *, zeroed: tuple[int, int] = (0, 0), has_sizes: bool = False, fault: str = "") -> None:
         layout, self._called = TensorLayout.contiguous((WORDS,), torch.float32), array("q", [0])
         of_driver = ctypes.cast(library().cuLaunchKernelEx, ctypes.c_void_p).value
         self._kernels = [
@@ -86,7 +90,9 @@ class Calls:
         scale = Operand("scale", HOST_SCALAR, Role.SCALAR)
         inputs = (Operand("a", layout), Operand("b", layout), scale, *([sizes] if has_sizes else []))
         key = PlanKey("tests:recorded", "", inputs, (Operand("out", layout),), (), targets.live_target(0), device=0)
-        made = {"function": function("recorded", FUNCTION, f"-DAHEAD={AHEAD}ull")}
+        made = {
+            "function": function(f"recorded-{sum(fault.encode())}", FUNCTION, f"-DAHEAD={AHEAD}ull", f"-DFAULT={fault}")
+        }
         self.plan = plan_cache.get(key, lambda key: FunctionPlan(key, program, made, interface()))
         self.calls, self._arrays = NativeCalls(numbers=3), {SIZES: array("q", [0, 0])} if has_sizes else {}
 
@@ -148,6 +154,49 @@ def test_what_a_function_leaves_unwritten_is_zero(device):  # noqa: ARG001
     for place, word in words.items():
         description[place : place + 8] = word.to_bytes(8, "little")
     assert description.hex() in launched()[-1]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "description[60] = (description[60] & ~1) | 1",  # a bit among others that are unwritten
+        "description[60] = launches",
+        "description[60] = launches % 2 ? 0 : 255",
+        "description[60] = launches / 2 % 2 ? 0 : 255",
+    ],
+    ids=["one bit", "a counter", "each other launch", "each other pair"],
+)
+def test_what_is_written_is_not_taken_for_unwritten(device, fault):  # noqa: ARG001
+    call = Calls(fault=fault)
+    assert "moves with no operand" in call.settle()
+    before = call.called
+    call.check(0.75)
+    assert call.called == before + 1
+
+
+def test_addresses_ahead_of_all_memory_are_left_to_the_function(device):  # noqa: ARG001
+    """They would be below zero, which its host code masks."""
+    call = Calls()
+    call.settle()
+    native, scale = call.plan.recorder.native, array("f", [0.75])
+    a, b, out = (torch.empty(WORDS).data_ptr() for _ in range(3))
+    assert native.serves([a, b, scale.buffer_info()[0], out])
+    assert not native.serves([a, b, scale.buffer_info()[0], 0x302000000])
+
+
+@pytest.mark.parametrize("mode", [loader.OFF, loader.VERIFY])
+def test_modes(mode):
+    with stand_in_driver(mode), real_plans():
+        call = Calls()
+        for _ in range(12):
+            call.check(0.75)
+        before = call.called
+        call.check(0.75)
+        if mode == loader.OFF:
+            assert (call.plan.recorder, call.called) == (None, before + 1)
+        else:  # the call, and two launches that the recorded one is compared with
+            assert str(call.plan.recorder).endswith("each compared with functions's")
+            assert call.called == before + 3
 
 
 def test_functions_are_called_again_after_an_error_of_the_recorded_launch(device, monkeypatch):  # noqa: ARG001
