@@ -119,6 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for processes that tests start, and for notebooks
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # which are processes: one for each core
 
 
 @pytest.fixture(autouse=True)
