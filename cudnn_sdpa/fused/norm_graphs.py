@@ -215,7 +215,8 @@ def _read_backward(operands: Sequence[Value], _: object, *, activation: str | No
 def check_operands(*operands: Any, trains: bool = False, activation: object = None) -> None:
     """Checks the operands of a norm's graph."""
     x, *weights, eps, _, residual = operands
-    check(x, dict(zip(("weight", "bias"), weights, strict=False)), eps, residual)
+    names = ("weight", "bias")[: len(weights)]  # as Dynamo of PyTorch 2.9 zips no tuples of different lengths in `dict`
+    check(x, dict(zip(names, weights, strict=True)), eps, residual)
     check_activation(activation, ACTIVATIONS)
     if trains and activation is not None and not own.may_serve():
         raise OptionError("activation", shown(activation), "None, where a gradient is wanted")
