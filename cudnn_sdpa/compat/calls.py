@@ -176,8 +176,7 @@ class Cache(NamedTuple):
     table_name: str
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    @property
-    def pages(self) -> dict[str, Any]:
+    def pages(self) -> dict[str, Any]:  # no property: Dynamo of PyTorch 2.9 reads none of a tuple that it has made
         k_scale, v_scale = self.scales
         common = {"k_scale": k_scale, "v_scale": v_scale, "page_layout": NHD}
         return {"k_pages": self.k_cache, "v_pages": self.v_cache, **common}
@@ -254,7 +253,7 @@ class Cache(NamedTuple):
             seq_lens_kv=total,
             seq_lens_q=new,
             tokens=count,
-            **self.pages,
+            **self.pages(),
         )
         write_tokens(*call)
         return total
@@ -321,7 +320,7 @@ def _on_cache(
         is_local = options["window_size"] not in (None, (-1, -1))
         q = rotary.rotate(q, lengths, advances=options["is_causal"] or is_local)
     total = cache.append(lengths, table, rotary)
-    of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages, **options}
+    of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages(), **options}
     if offsets is None and not is_invariant:
         out, lse = _pair(sdpa_paged(q.transpose(1, 2), **of_keys))
         return out.transpose(1, 2), lse

@@ -257,14 +257,19 @@ def layer_norm_fp8(
     return _in_fp8(layer_norm_fp8_rows(x, weight, bias, checked_eps(eps), residual=residual, scale=scale), scale)
 
 
+def _largest(of_rows: Tensor) -> Tensor:
+    if all(is_known(size == 1) for size in of_rows.shape):
+        return of_rows.reshape(())
+    if is_empty(of_rows):  # which has no largest value
+        return of_rows.sum()
+    if is_compiling():  # PyTorch 2.9 asks for it where the number of rows depends on data
+        torch._check(of_rows.numel() != 0)  # type: ignore[no-untyped-call]
+    return of_rows.amax()
+
+
 def _in_fp8(results: tuple[Tensor, ...], scale: Tensor | None) -> NormInFp8:
     out, of_rows, *total = results
-    amax = None
-    if scale is not None:
-        if all(is_known(size == 1) for size in of_rows.shape):
-            amax = of_rows.reshape(())
-        else:
-            amax = of_rows.sum() if is_empty(of_rows) else of_rows.amax()  # an empty one has no largest value
+    amax = None if scale is None else _largest(of_rows)
     return NormInFp8(out, of_rows if scale is None else scale, amax, total[0] if total else None)
 
 

@@ -261,7 +261,7 @@ def _layout_of_result(q: Tensor) -> Layout:
 def _key(call: RopeAppendCall, target: Target, device: int | None) -> PlanKey:
     out = new_tensor(_layout_of_result(call.q), "meta")
     rotation, results, options = as_heads(call.of_rotation, [out], {"interleaved": call.interleaved})
-    named = dict(zip(call._fields, rotation, strict=False)) | call.append_of(call.k).in_heads_order().tensors
+    named = dict(zip(call._fields, rotation, strict=False)) | call.append_of(call.k).in_heads_order().tensors()
     layout = TensorLayout.of
     return own.key_of(own_rope_append, named, results, options, target=target, device=device, layout=layout)
 

@@ -119,8 +119,7 @@ class AppendCall(NamedTuple):
     page_layout: str
     tokens: int | None
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:  # no property: Dynamo of PyTorch 2.9 reads none of a tuple that it has made
         given = zip(self._fields[:_TENSORS], self[:_TENSORS], strict=True)
         return {name: x for name, x in given if isinstance(x, Tensor)}
 
@@ -186,7 +185,7 @@ def count_write(k_pages: Tensor, v_pages: Tensor) -> None:
 
 def _append_checked(call: AppendCall) -> None:
     call = checked(call)
-    tensors = call.tensors.values()
+    tensors = call.tensors().values()
     if is_compiling() or not can_bypass_dispatcher(*tensors, may_cast=False):
         torch.ops.cudnn_sdpa.append_paged_kv(*call)
     elif call.k.is_cuda:
@@ -200,10 +199,10 @@ def checked(call: AppendCall) -> AppendCall:
     check_page_layout(call.page_layout)
     required = 5 if call.tokens is None else 4
     check_are_tensors(dict(zip(call._fields[:_TENSORS], call[:_TENSORS], strict=True)), call._fields[required:_TENSORS])
-    tensors, what = call.tensors.values(), "append_paged_kv" if call.tokens is None else "a PagedKVCache"
+    tensors, what = call.tensors().values(), "append_paged_kv" if call.tokens is None else "a PagedKVCache"
     if has_dtensor(*tensors):
         refuse(what, "each rank has pages of its own heads or sequences: give it the local tensors")
-    refuse_tangents(call.tensors)
+    refuse_tangents(call.tensors())
     refuse_transforms(what, *tensors, loops=False, functionalizes=False)
     if needs_gradient(*tensors):
         refuse_gradient(what)
@@ -222,7 +221,7 @@ class _Launch:
     __slots__ = ("bound", "tensors_of")
 
     def __init__(self, call: AppendCall) -> None:
-        self.bound = paging.bind_append(call.in_heads_order().tensors)
+        self.bound = paging.bind_append(call.in_heads_order().tensors())
         self.tensors_of = items_by_name(self.bound.operands)
 
     def __call__(self, call: AppendCall) -> None:
@@ -312,7 +311,7 @@ def check_values(call: AppendCall) -> None:
 
 
 def _append_on_cpu(call: AppendCall) -> None:
-    for name, x in call.tensors.items():
+    for name, x in call.tensors().items():
         check_present(name, x)
     check_values(call)
     with torch.inference_mode():  # independent of the mode that the pages were made in
