@@ -17,7 +17,7 @@ from benchmarks.tools.launches import launches_of
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
 from benchmarks.tools.training import both_passes
-from benchmarks.tools.ways import by_cudnn, in_python, recording, until_recorded, wait_for_native_calls
+from benchmarks.tools.ways import by_provider, in_python, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
@@ -152,13 +152,13 @@ def recorded() -> list[Row]:
             recorders = (getattr(plan_cache.peek(key), "recorder", None) for key in used)
 
             def of_cudnn(call: Call = call) -> None:
-                with by_cudnn():
+                with by_provider():
                     call()
 
             as_recorded, as_before = [], []
             for _ in range(4):
                 as_recorded.append(host_times({name: call}, per_round=300, rounds=3)[name])
-                with by_cudnn():
+                with by_provider():
                     as_before.append(host_times({name: call}, per_round=300, rounds=3)[name])
             on_gpu = device_times({"recorded": call, "cuDNN": of_cudnn})
             rows.append(

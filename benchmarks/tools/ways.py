@@ -78,7 +78,7 @@ def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:
 
 
 @contextmanager
-def by_cudnn() -> Iterator[None]:
+def by_provider() -> Iterator[None]:
     """Recorded plans are launched by their provider: cuDNN, or FlashAttention-4's functions."""
     serving = [each.native for each in recorders() if each.native.is_serving]
     for native in serving:

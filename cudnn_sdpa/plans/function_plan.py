@@ -291,11 +291,8 @@ class FunctionPlan(ProgramPlan):
             return "each launch reads the sizes of its tensors"
         return ""
 
-    def executor(self, native: Any) -> Any:
-        return native.executor_of_functions(self.native_form() | {"device": self.device})
-
-    def handle_for(self, handle: int, stream: int) -> int:
-        return stream
+    def execution(self, native: Any, handle: int, stream: int) -> tuple[Any, int]:
+        return native.executor_of_functions(self.native_form() | {"device": self.device}), stream
 
     def native_form(self) -> dict[str, object]:
         block = self.block

@@ -113,19 +113,21 @@ class Plan:
 
     @property
     def launched_by(self) -> str:
-        """Who launches it where its launches are not recorded."""
+        """The name of the library that launches it where its launches are not recorded."""
         return "cuDNN"
 
-    def executor(self, native: Any) -> Any:
-        """What executes the plan while the native module records it, as `backend.Execute`."""
-        return self._execute
+    def execution(self, native: Any, handle: int, stream: int) -> tuple[Any, int]:
+        """The function that executes the plan on a stream while it is recorded, as `backend.Execute`, and its handle.
 
-    def handle_for(self, handle: int, stream: int) -> int:
-        """The handle with which `executor` launches on a stream, given cuDNN's that is bound to the stream."""
-        return handle
+        Args:
+            native: The launches in the native module.
+            handle: cuDNN's, bound to the stream.
+            stream: The stream.
+        """
+        return self._execute, handle
 
     def why_not_recorded(self) -> str:
-        """Why its launches are never recorded; empty if they may be."""
+        """The reason against recording its launches; empty if there is none."""
         return ""
 
     def _start_counting(self) -> None:

@@ -78,10 +78,11 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
                     words[index] = words[index] % _HALF + _HALF * draw.randrange(_FIRST_HALVES, _MOST_HALVES)
             for at, index in enumerate(scalars):
                 words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
+        execute, given = plan.execution(native, handle, stream)
         native.record(
             stream=stream,
-            handle=plan.handle_for(handle, stream),
-            execute=plan.executor(native),
+            handle=given,
+            execute=execute,
             sets=[sets[number] for number, _ in ORDER],
             noise=[noise for _, noise in ORDER],
             moving=list(moving.items()),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import cudnn_sdpa
 from benchmarks.tools.timing import device_times
-from benchmarks.tools.ways import by_cudnn, recorders, recording, until_recorded, wait_for_native_calls
+from benchmarks.tools.ways import by_provider, recorders, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import plan_cache, providers
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import recorder
@@ -169,7 +169,7 @@ def test_the_same_bits_at_fresh_addresses(name):
                 kept = [torch.empty(torch.randint(1, 4096, ()).item(), device="cuda")]  # addresses move
                 tensors = case.draw()
                 found = case(tensors)
-                with by_cudnn():
+                with by_provider():
                     expected = case(tensors)
                 del kept
             torch.cuda.synchronize()
@@ -189,7 +189,7 @@ def test_operands_whose_addresses_differ_in_the_upper_half(name):
         place = memory[number << 32 :][: x.untyped_storage().nbytes()].view(x.dtype)
         tensors[argument] = place.as_strided(x.shape, x.stride()).copy_(x)
     found = case(tensors)
-    with by_cudnn():
+    with by_provider():
         assert all(map(torch.equal, found, case(tensors)))
 
 
@@ -200,7 +200,7 @@ def test_launches_count_in_zeros_that_one_memset_clears_for_many(name):
     counting = [each for each in recorders() if each.native.takes_zeros]
     assert counting or not all(each.native.is_serving for each in recorders())
     tensors = [case.draw() for _ in range(3)]
-    with by_cudnn():
+    with by_provider():
         expected = [case(each) for each in tensors]
     wrong = []
     for turn in range(2 * ZEROS_BYTES // 256 + 10):
@@ -223,7 +223,7 @@ def test_captures_have_the_recorded_launches(name):
         for tensor, drawn in zip(tensors.values(), case.draw().values(), strict=True):
             tensor.copy_(drawn)
         graph.replay()
-        with by_cudnn():
+        with by_provider():
             expected = case(tensors)
         torch.cuda.synchronize()
         assert all(map(torch.equal, results, expected))
@@ -249,7 +249,7 @@ def test_threads_on_streams_of_their_own():
         assert all(pool.map(work, range(6)))
     case, tensors = cases[0], cases[0].draw()
     found = case(tensors)
-    with by_cudnn():
+    with by_provider():
         assert all(map(torch.equal, found, case(tensors)))
 
 
@@ -403,7 +403,7 @@ def test_the_gpu_takes_no_longer(name):
     tensors = case.draw()
 
     def of_cudnn() -> None:
-        with by_cudnn():
+        with by_provider():
             case(tensors)
 
     for _ in range(3):

@@ -30,7 +30,7 @@ from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINK
 from float64_reference import attend as exact
 from native_way import is_off
 
-from benchmarks.tools.ways import by_cudnn, recording, until_recorded, wait_for_native_calls
+from benchmarks.tools.ways import by_provider, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import (
     LayoutError,
     UnsupportedError,
@@ -330,7 +330,7 @@ def test_recorded_launches(mask):
                 poison(q.shape, dtype=q.dtype)
                 out = sdpa(q, k, v, **options)
                 assert is_served_as_recorded({"q": q, "k": k, "v": v, "out": out}, options)
-                with by_cudnn():  # by its functions
+                with by_provider():  # by its functions
                     assert torch.equal(sdpa(q, k, v, **options), out)
                 assert error(out, exact(q, k, v, **options)[0]) < TOLERANCE[q.dtype]
                 scaled = {**options, "scale": -0.4}  # the recorded scale is another

@@ -24,7 +24,7 @@ from frontend_cases import (
 )
 from native_way import is_off
 
-from benchmarks.tools.ways import by_cudnn, recording, until_recorded, wait_for_native_calls
+from benchmarks.tools.ways import by_provider, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import UnsupportedError, explain, providers, sdpa
 from cudnn_sdpa.attention.frontend.installed import installed
 from cudnn_sdpa.attention.frontend.plans import functions
@@ -90,7 +90,7 @@ def test_recorded_launches():
             q, k, v = problem(SHAPES[0])
             out = sdpa(q, k, v, **options)
             assert is_served_as_recorded({"q": q, "k": k, "v": v, "out": out}, options)
-            with by_cudnn():  # by its function
+            with by_provider():  # by its function
                 assert torch.equal(sdpa(q, k, v, **options), out)
             assert error(out, exact(q, k, v, **options)[0]) < TOLERANCE[q.dtype]
 

@@ -476,7 +476,7 @@ def test_benchmarks_measure_both_ways():
         assert ways.until_recorded(lambda: run(call)) == ["as recorded (kernels: 1, memsets: 0)"] * 3
         assert ways.until_recorded(lambda: run(call)) == []
         executed = KernelOfPlan.executed
-        with ways.by_cudnn():
+        with ways.by_provider():
             assert_right(call)
         assert KernelOfPlan.executed == executed + 1
         assert_right(call)

@@ -90,9 +90,7 @@ class Calls:
         scale = Operand("scale", HOST_SCALAR, Role.SCALAR)
         inputs = (Operand("a", layout), Operand("b", layout), scale, *([sizes] if has_sizes else []))
         key = PlanKey("tests:recorded", "", inputs, (Operand("out", layout),), (), targets.live_target(0), device=0)
-        made = {
-            "function": function(f"recorded-{sum(fault.encode())}", FUNCTION, f"-DAHEAD={AHEAD}ull", f"-DFAULT={fault}")
-        }
+        made = {"function": function("recorded", FUNCTION, f"-DAHEAD={AHEAD}ull", f"-DFAULT={fault}")}
         self.plan = plan_cache.get(key, lambda key: FunctionPlan(key, program, made, interface()))
         self.calls, self._arrays = NativeCalls(numbers=3), {SIZES: array("q", [0, 0])} if has_sizes else {}
 
