@@ -56,7 +56,7 @@ pytestmark = [
 ]
 
 #: Into how many tests the random calls of an operation are divided.
-PARTS = 8
+PARTS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -339,12 +339,32 @@ def test_recorded_launches(mask):
 
 @pytest.mark.skipif(is_off(), reason="only native calls are launched as recorded")
 def test_recorded_launches_of_packed_sequences():
-    """Those of the forward pass; sums of gradients are cleared first, and added to in any order."""
-    faults = []
+    c = packed_calls.plain(**packed("causal"))
+    t = packed_calls.tensors(c)
+    given = {name: t[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")}
+
+    def call():
+        return sdpa_varlen(**given, max_seqlen_q=333, max_seqlen_kv=257, is_causal=True, scale=c.scale)
+
     assert wait_for_native_calls()
     with recording():
-        said = until_recorded(lambda: faults.extend(packed_calls.check(packed_calls.plain(**packed("causal")))))
-    assert not faults
+        assert until_recorded(call) == ["as recorded (kernels: 1, memsets: 0)"]
+        expected = packed_calls.expected(c, t)[0]
+        given["v"] = -given["v"]
+        poison(t["q"].shape, dtype=c.dtype)
+        out = call()
+        assert error(out, -expected) < TOLERANCE[out.dtype]
+        with by_provider():
+            assert torch.equal(call(), out)
+
+
+@pytest.mark.skipif(is_off(), reason="only native calls are launched as recorded")
+def test_gradients_are_not_recorded():
+    """Kernels add to sums of gradients, which are cleared first, in any order."""
+    q, k, v = (x.requires_grad_() for x in problem(SHAPES[0]))
+    assert wait_for_native_calls()
+    with recording():
+        said = until_recorded(lambda: sdpa(q, k, v, is_causal=True).backward(torch.ones_like(q)))
     backward = "by FlashAttention-4, because its functions add to memory that is cleared before, in any order"
     assert sorted(said) == ["as recorded (kernels: 1, memsets: 0)", backward]
 
