@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -21,26 +21,39 @@ _SERVER = "transformers.cli.serving.model_manager"
 
 def autoload() -> None:
     """Has `register()` called when transformers' models are imported, if `CUDNN_SDPA_TRANSFORMERS` is 1."""
-    has_watch = any(isinstance(finder, _Watch) for finder in sys.meta_path)  # two installations have two entry points
-    if os.environ.get(VARIABLE, "") not in ("", "0") and not has_watch:
-        sys.meta_path.insert(0, _Watch())
+    if os.environ.get(VARIABLE, "") not in ("", "0"):
+        watch(_MODELS, _register_or_warn, or_when=_SERVER)
+
+
+def watch(name: str, act: Callable[[], bool], *, or_when: str = "") -> None:
+    """Has a function called as soon as a module is imported; two installations of the package ask for that twice.
+
+    Args:
+        name: The module.
+        act: The function; False if it is to be called again at a later import.
+        or_when: Another module that will do.
+    """
+    if not any(isinstance(finder, _Watch) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch(name, act, or_when))
 
 
 class _Watch:
     """A finder that sees what is imported."""
 
-    def __init__(self) -> None:
-        self._has_registered = False
+    def __init__(self, name: str, act: Callable[[], bool], or_when: str) -> None:
+        self.name = name
+        self._act, self._or_when = act, or_when
+        self._is_done = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if self._has_registered:
+        if self._is_done:
             return None
-        if name != _MODELS:
+        if name != self.name:
             # They were being imported when PyTorch was, or another plug-in of it did.
-            if _is_imported(_MODELS) or _is_imported(_SERVER):
-                self._register()
+            if is_imported(self.name) or is_imported(self._or_when):
+                self._do()
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -48,21 +61,33 @@ class _Watch:
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._register()
+                self._do()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def _register(self) -> None:
-        if self._has_registered or not _is_imported("torch"):
-            return
-        self._has_registered = True
-        try:
-            _register()
-        except Exception as error:  # noqa: BLE001 - of a broken installation, say; models run without it
-            text = 'attn_implementation="cudnn_sdpa" is not registered, which'
-            why = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{text} {VARIABLE}={os.environ.get(VARIABLE)} asks for: {why}", RuntimeWarning, stacklevel=2)
+    def _do(self) -> None:
+        if not self._is_done:
+            self._is_done = True  # first: the function imports
+            self._is_done = self._act()
+
+
+def is_imported(name: str) -> bool:
+    """Whether a module is there, and not about to be."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+def _register_or_warn() -> bool:
+    if not is_imported("torch"):
+        return False
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - of a broken installation, say; models run without it
+        text = 'attn_implementation="cudnn_sdpa" is not registered, which'
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{text} {VARIABLE}={os.environ.get(VARIABLE)} asks for: {why}", RuntimeWarning, stacklevel=2)
+    return True
 
 
 def _register() -> None:
@@ -71,9 +96,3 @@ def _register() -> None:
     from cudnn_sdpa.integrations.transformers import register
 
     register()
-
-
-def _is_imported(name: str) -> bool:
-    """Whether a module is there, and not about to be."""
-    module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)

@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.paged.append import AppendCall, write_tokens
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
+from cudnn_sdpa.attention.varlen import same_offsets
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
@@ -98,6 +99,8 @@ def packed(
     """The output (T, Hq, Dv) and the LSE (Hq, T) of packed sequences (T, H, D)."""
     _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS),) * 3, strict=True))
     q, k, v = _padded(qkv)
+    if more.get("dropout_p"):
+        offsets = offsets[0], same_offsets.of_keys(*offsets)
     try:
         found = sdpa_varlen(
             q=q,
@@ -154,11 +157,24 @@ class Rotary(NamedTuple):
     interleaved: bool
     begins: Tensor | None
 
+    def check(self, room: int, batch: int, tokens: int) -> None:
+        """Checks that the tables have the positions of a cache with this room, as FlashAttention does."""
+        for name, table in (("rotary_cos", self.cos), ("rotary_sin", self.sin)):
+            _check_ranks([(name, table, ("positions", "rotary dim / 2"))])
+            if table.shape[0] < room:
+                raise ShapeError(name, shape_of(table), f"as many rows as a sequence has room in the cache, {room}")
+        if self.begins is not None:
+            _check_ranks([("rotary_seqlens", self.begins, ("batch",))])
+            if len(self.begins) != batch:
+                raise ShapeError("rotary_seqlens", shape_of(self.begins), f"({batch},), the batch of q")
+            if not is_compiling():
+                value_checks.check_lengths("rotary_seqlens", self.begins, self.cos.shape[0], tokens)
+
     def rotate(self, x: Tensor, lengths: Tensor, *, advances: bool) -> Tensor:
         """Tokens (B, S, H, D) at positions that advance, or all at the first one."""
         first = (lengths if self.begins is None else self.begins).unsqueeze(1)
         steps = torch.arange(x.shape[1], device=x.device) * advances
-        at = first + steps
+        at = (first + steps).clamp(0, self.cos.shape[0] - 1)  # numbers on the GPU are not checked
         cos, sin = (table[at].float() for table in (self.cos, self.sin))
         return rope(x.transpose(1, 2), None, cos, sin, interleaved=self.interleaved)[0].transpose(1, 2)
 
@@ -317,6 +333,7 @@ def _on_cache(
         if cache.k is None or offsets is not None:
             got = "a tensor without k" if cache.k is None else "a tensor in addition to cu_seqlens_q"
             raise OptionError("rotary_cos", got, "None", "Rotate q before the call.")
+        rotary.check(table.shape[1] * cache.k_cache.shape[1], batch, max(q.shape[1], cache.k.shape[1]))
         is_local = options["window_size"] not in (None, (-1, -1))
         q = rotary.rotate(q, lengths, advances=options["is_causal"] or is_local)
     total = cache.append(lengths, table, rotary)

@@ -21,6 +21,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.paged.append import write_tokens
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+from cudnn_sdpa.attention.varlen import same_offsets
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import ArgumentError, DtypeError, UnsupportedError, raise_if_unsupported
@@ -223,6 +224,8 @@ def _by_offsets(call: _Call, others: dict[str, Any], options: Options) -> Tensor
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
     rows = [x.transpose(1, 2)[0] for x in call.qkv]
     offsets = others["cu_seq_lens_q"].int(), others["cu_seq_lens_k"].int()
+    if options["dropout_p"]:  # transformers' collators make two tensors
+        offsets = offsets[0], same_offsets.of_keys(*offsets)
     lengths = int(others["max_length_q"]), int(others["max_length_k"])
     window = _window(call, others)
     return _on_packed(rows, offsets, lengths, options=options, is_causal=call.is_causal, window_size=window)[None]

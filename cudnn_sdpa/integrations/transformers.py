@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import cudnn_sdpa_autoload
 from cudnn_sdpa.errors import LibraryError, OptionError
 from cudnn_sdpa.integrations.attention import attention
 from cudnn_sdpa.integrations.masks import mask_function
@@ -23,6 +24,7 @@ NAME = "cudnn_sdpa"
 
 #: Parameters of transformers' mask functions that this library's mask function needs.
 _NEEDED = frozenset({"q_length", "q_offset", "kv_offset", "allow_is_causal_skip", "local_size", "use_vmap", "device"})
+_SERVER = "transformers.cli.serving.model_manager"
 _HINT = "Try: pip install 'transformers>=5.17'"
 
 
@@ -170,11 +172,18 @@ def _order_inputs(kind: Any) -> None:
 
 
 def _allow_in_server() -> None:
-    """Patches `transformers serve`, where this is one, whose `--attn-implementation` takes a fixed set of names."""
-    manager = getattr(sys.modules.get("transformers.cli.serving.model_manager"), "ModelManager", None)
+    """Patches `transformers serve`, whose `--attn-implementation` takes a fixed set of names, once it is imported."""
+    if not _patch_server():
+        cudnn_sdpa_autoload.watch(_SERVER, _patch_server)
+
+
+def _patch_server() -> bool:
+    manager = getattr(sys.modules.get(_SERVER), "ModelManager", None)
     original = getattr(manager, "_validate_args", None)
-    if manager is None or original is None or original.__module__ == __name__:
-        return
+    if manager is None:  # not imported, or about to be
+        return False
+    if original is None or original.__module__ == __name__:
+        return True
 
     def _validate_args(self: Any) -> None:
         name = self.attn_implementation
@@ -185,3 +194,4 @@ def _allow_in_server() -> None:
             self.attn_implementation = name
 
     manager._validate_args = _validate_args
+    return True

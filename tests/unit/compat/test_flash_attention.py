@@ -176,6 +176,18 @@ def test_dropout():
         fa2.flash_attn_func(q, k, k, 0.25, return_attn_probs=True)
 
 
+def test_dropout_of_packed_sequences_with_two_tensors_of_offsets():
+    """With a bottom-right diagonal, as many queries as keys are needed, which the numbers say, and no object."""
+    x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
+    for other in (offsets, offsets.clone()):
+        out = fa2.flash_attn_varlen_func(x, x, torch.ones_like(x), offsets, other, 7, 7, 0.25, causal=True)
+        assert not torch.equal(out, torch.ones_like(out))
+    with pytest.raises(UnsupportedError, match="dropout"):
+        fa2.flash_attn_varlen_func(
+            x, x, x, offsets, torch.tensor([0, 6, 12], dtype=torch.int32), 7, 7, 0.25, causal=True
+        )
+
+
 class Cached:
     """A cache with garbage in what is not used, contiguous or in pages, and what it should become."""
 
@@ -283,6 +295,9 @@ def test_rotary_embeddings(fa, interleaved, causal):
         fa.flash_attn_with_kvcache(q, *cached.cache, **rotary, **cached.given, cache_seqlens=cached.lengths)
     with pytest.raises(OptionError, match="rotary_sin"):
         fa.flash_attn_with_kvcache(q, *cached.cache, **tokens, rotary_cos=angles, cache_seqlens=3, **cached.given)
+    for name, wrong in (("rotary_cos", angles[:15]), ("rotary_sin", angles[:15]), ("rotary_cos", angles[None])):
+        with pytest.raises(ShapeError, match=name):
+            fa.flash_attn_with_kvcache(q, *cached.cache, **(given | {name: wrong}))
 
 
 @BOTH

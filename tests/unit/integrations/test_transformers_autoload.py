@@ -125,13 +125,19 @@ assert AttentionInterface()["cudnn_sdpa"] is not before
 
 
 @pytest.mark.slow
-def test_a_server_takes_the_name_and_no_wrong_one(run):
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from transformers.cli.serving.model_manager import ModelManager\nimport wave",
+        "import transformers.modeling_utils, wave\nfrom transformers.cli.serving.model_manager import ModelManager",
+    ],
+)
+def test_a_server_takes_the_name_and_no_wrong_one(run, imports):
     run(
-        """
-from transformers.cli.serving.model_manager import ModelManager
-import wave
+        f"""
+{imports}
 assert ModelManager(attn_implementation="cudnn_sdpa").attn_implementation == "cudnn_sdpa"
-for wrong in ({"attn_implementation": "cudnn"}, {"attn_implementation": "cudnn_sdpa", "quantization": "cudnn"}):
+for wrong in (dict(attn_implementation="cudnn"), dict(attn_implementation="cudnn_sdpa", quantization="cudnn")):
     try:
         ModelManager(**wrong)
     except ValueError as error:

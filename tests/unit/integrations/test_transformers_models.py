@@ -155,6 +155,22 @@ def test_dropout_is_applied_in_training_only():
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
+def test_dropout_of_packed_documents_with_offsets_of_a_collator():
+    """`DataCollatorWithFlattening` makes two tensors of the same offsets."""
+    model = tiny(DECODERS["llama"], "cudnn_sdpa", attention_dropout=0.5).train()
+    offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets.clone(), "max_length_q": 6, "max_length_k": 6}
+    ids = torch.randint(3, 96, (1, 10))
+    one, other = (model(ids, use_cache=False, **given).logits for _ in range(2))
+    assert not torch.equal(one, other)
+    changed = ids.clone()
+    changed[0, :4] = 5
+    torch.manual_seed(3)
+    one = model(ids, use_cache=False, **given).logits
+    torch.manual_seed(3)
+    assert torch.equal(model(changed, use_cache=False, **given).logits[:, 4:], one[:, 4:])
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_steps_on_a_static_cache_compile_once():
