@@ -136,7 +136,7 @@ engines: .engines/.unpacked ## The Python files of serving engines, in .engines 
 .PHONY: test-engines
 test-engines: engines ## Integrations with serving engines against the engines' own classes
 	PYTHONPATH=$(CURDIR)/.engines $(PYTHON) -m pytest -n 2 \
-		$$(sed -n 's|^\([a-z]*\).*==.*|tests/unit/integrations/test_\1.py|p' tests/engines.txt) $(PYTEST_ARGS)
+		$$(sed -n 's|^\([a-z]*\).*==.*|tests/unit/integrations/test_\1.py|p' tests/engines.txt) --tests all $(PYTEST_ARGS)
 
 .recipes/.installed: tests/recipes.txt | $(READY)
 	rm -rf .recipes

@@ -251,6 +251,8 @@ class CompiledFunctions(Generic[KindT]):
     def _compiled(self, kind: KindT) -> dict[str, StoredPlan]:
         if failure := self._failed.get(kind) or self._broken:
             raise LibraryError(failure)
+        if missing := self.installed().missing:  # manifests of other machines name kinds, too
+            raise LibraryError(f"{self.library} cannot be used: {missing}")
         interpreter.check()
         start = time.perf_counter()
         others = {name: value for name, value in os.environ.items() if not name.startswith(self.variables)}

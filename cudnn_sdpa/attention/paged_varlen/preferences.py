@@ -79,7 +79,8 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
     Raises:
         UnsupportedError: None of the providers in force has a kernel.
     """
-    names, reasons = providers.Setting.names or providers.active(), []
+    named = providers.Setting.names or providers.active()
+    names, reasons = [name for name in named if name not in _AGAINST_PAGED] or [CUDNN], []
     only_own = f"cuDNN has none for pages {_beyond_cudnn(call)}" if call.is_beyond_cudnn else ""
     for name in names:
         if name in (DEFAULT, FASTEST):
@@ -89,13 +90,11 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
             if row is not None and row.kernel == OWN and (against := reasons_against(call, target)):
                 return CUDNN, f"{_KERNELS[CUDNN]}: our own kernel does not serve it, as {'; '.join(against)}"
             return (CUDNN, "") if row is None else (row.kernel, str(row))
-        if name in _AGAINST_PAGED:
-            reasons.append(_AGAINST_PAGED[name])
-            continue
         against = [only_own] * bool(only_own) if name == CUDNN else reasons_against(call, target)
         if not against:
-            return name, f"{_KERNELS[name]}, by providers({', '.join(map(repr, names))})"
+            return name, f"{_KERNELS[name]}, by providers({', '.join(map(repr, named))})"
         reasons += [f"{_KERNELS[name]}: {reason}" for reason in against]
+    reasons += [reason for name, reason in _AGAINST_PAGED.items() if name in named]
     raise UnsupportedError("sdpa_paged", reasons, f"providers({CUDNN!r}, {OWN!r})")
 
 

@@ -34,7 +34,7 @@ _FUNCTIONS = {
 
 #: The providers of plans, as messages name them, and as they end "… serve it".
 _WORDS = {CUDNN: "cuDNN's engines", OWN: "own kernels", FLASH4: "FlashAttention-4", FRONTEND: "cuDNN's frontend"}
-_DO_NOT = {OWN: "do not", FLASH4: "does not", FRONTEND: "does not"}
+_DO_NOT = {CUDNN: "do not", OWN: "do not", FLASH4: "does not", FRONTEND: "does not"}
 
 #: Names for which cuDNN's engines may serve a call.
 _OF_CUDNN = (CUDNN, DEFAULT, FASTEST)
@@ -154,7 +154,13 @@ def _usual(spec: Spec) -> str:
 
 
 def _against(name: str, spec: Spec, target: Target) -> list[str]:
-    """Why a provider besides cuDNN cannot serve a call; empty if it can."""
+    """Why a provider cannot serve a call; empty if it can."""
+    if name == CUDNN:
+        try:
+            spec.key(target, None)
+        except UnsupportedError as error:
+            return [*error.reasons]
+        return []
     found: list[str] = other(name).reasons_of(spec, target)
     return found
 

@@ -97,6 +97,14 @@ def test_what_cannot_be_loaded_is_an_error_of_the_library(store, monkeypatch):
         found.of(KIND)
 
 
+def test_an_installation_that_is_not_used_compiles_nothing(store, tmp_path, monkeypatch):
+    """Not for a manifest of another machine, either."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a helper is asked"))
+    (tmp_path / "packages" / "flash_attn" / "cute" / "interface.py").write_text("changed = 1\n")
+    with stand_in.on_the_search_path(tmp_path / "packages"), pytest.raises(LibraryError, match="interface.py is not"):
+        Functions().compile_into(store, KIND)
+
+
 @pytest.mark.parametrize("error", [subprocess.TimeoutExpired("python", 3), OSError("no process")])
 def test_a_helper_that_does_not_answer_is_asked_once(monkeypatch, error):
     asked = []

@@ -265,9 +265,13 @@ def test_packed_and_paged_calls_are_others():
     pages = torch.empty(16, 2, 64, 128, dtype=torch.bfloat16, device="meta")
     table = torch.empty(2, 4, dtype=torch.int32, device="meta")
     one = torch.empty(2, 8, 1, 128, dtype=torch.bfloat16, device="meta")
-    with providers("frontend"):
-        found = explain(sdpa_paged, one, pages, pages, table, ends[:2], page_layout="HND")
-    assert any("serves no pages here" in reason for reason in found.reasons)
+    in_fp8 = pages.to(torch.float8_e4m3fn)
+    for names in (("frontend",), ("fa4",), ("frontend", "fa4")):  # of which none has kernels for this function
+        with providers(*names):
+            found = explain(sdpa_paged, one, pages, pages, table, ends[:2], page_layout="HND")
+            refused = explain(sdpa_paged, one, in_fp8, in_fp8, table, ends[:2], page_layout="HND")
+        assert found.provider == "cudnn"
+        assert any("cuDNN has none for pages in FP8" in reason for reason in refused.reasons)
 
 
 def test_a_kind_that_fails_to_compile_is_declined(monkeypatch):
