@@ -3362,7 +3362,10 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
 
 
 #: Operations for which there are kernels of several providers.
-BY_PROVIDERS = ("sdpa", "scaled_dot_product_attention", "sdpa_paged", "sdpa_paged_varlen")
+BY_PROVIDERS = (
+    *("sdpa", "scaled_dot_product_attention", "sdpa_varlen", "sdpa_paged", "sdpa_paged_varlen"),
+    *("sdpa_backward", "sdpa_varlen_backward"),
+)
 
 
 def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:

@@ -174,6 +174,23 @@ def test_passes_by_two_providers(forward, backward):
         assert error(one, other) < 8e-3
 
 
+@pytest.mark.parametrize(("forward", "backward"), [("fa4", "cudnn"), ("cudnn", "fa4")])
+def test_passes_of_a_soft_cap_by_two_providers(forward, backward):
+    """As "fastest" has them with head dims of 256: cuDNN is faster forward, and FlashAttention-4 backward."""
+    tensors, options = [x.requires_grad_() for x in problem(CAPPED[1])], {"softcap": 20.0, "is_causal": True}
+    with providers(forward):
+        out, by = served_by(lambda: sdpa(*tensors, **options))
+    assert by == {None if forward == "cudnn" else forward}
+    grad_out = torch.randn_like(out)
+    with providers(backward):
+        found, by = served_by(lambda: torch.autograd.grad(out, tensors, grad_out))
+    assert by == {None if backward == "cudnn" else backward}
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    right = exact(*doubles, **options)[0]
+    for one, other in zip(found, torch.autograd.grad(right, doubles, grad_out.double()), strict=True):
+        assert error(one, other) < 1e-2
+
+
 @pytest.mark.parametrize(("forward", "backward"), [("fa4", "own"), ("own", "fa4")])
 def test_passes_by_it_and_by_own_kernels(forward, backward):
     tensors = [x.requires_grad_() for x in problem(SHAPES[0])]
@@ -209,6 +226,60 @@ def test_a_captured_call_reads_new_data():
     out.fill_(math.nan)
     graph.replay()
     assert error(out, exact(q, k, v, is_causal=True)[0]) < TOLERANCE[q.dtype]
+
+
+def test_both_passes_in_a_cuda_graph():
+    """Sums of gradients are cleared in each replay."""
+    tensors = [x.requires_grad_() for x in problem(SHAPES[0])]
+    grad_out = torch.randn_like(tensors[0])
+
+    def step():
+        out = sdpa(*tensors, is_causal=True)
+        return out.detach(), *torch.autograd.grad(out, tensors, grad_out)
+
+    _, by = served_by(step)
+    assert by == {"fa4"}
+    graph, found = captured(step)
+    for x in (*tensors, grad_out):
+        x.detach().copy_(torch.randn_like(x))
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    out = exact(*doubles, is_causal=True)[0]
+    wanted = out.detach(), *torch.autograd.grad(out, doubles, grad_out.double())
+    for _ in range(2):
+        for one in found:
+            one.fill_(math.nan)
+        graph.replay()
+        for one, other in zip(found, wanted, strict=True):
+            assert error(one, other) < 8e-3
+
+
+def test_both_passes_of_packed_sequences_in_a_cuda_graph():
+    c = packed_calls.plain(**packed("causal"))
+    t = packed_calls.tensors(c)
+    given = [t[name].requires_grad_() for name in "qkv"]
+    offsets = t["cu_seqlens_q"], t["cu_seqlens_kv"]
+
+    def step():
+        out, lse = sdpa_varlen(*given, *offsets, 333, 257, is_causal=True, scale=c.scale, return_lse=True)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, given, t["grad_out"])
+
+    _, by = served_by(step)
+    assert by == {"fa4"}
+    graph, found = captured(step)
+    for x in (*given, t["grad_out"]):
+        x.detach().copy_(torch.randn_like(x))
+    out, lse, gradients, _ = packed_calls.expected(
+        c, {name: None if x is None else x.detach() for name, x in t.items()}
+    )
+    for _ in range(2):
+        for one in found:
+            one.fill_(math.nan)
+        graph.replay()
+        rows = lse.isfinite()
+        assert torch.equal(found[1].isfinite(), rows)
+        assert (found[1][rows] - lse[rows]).abs().max() < 1e-2
+        for one, other in zip((found[0], *found[2:]), (out, *(gradients[name] for name in "qkv")), strict=True):
+            assert error(one, other) < 8e-3
 
 
 def test_a_first_launch_may_be_captured():
