@@ -112,7 +112,10 @@ def large() -> list[Row]:
 
 
 def host() -> list[Row]:
-    """CPU time of one warm call by each provider; one setting is in force at a time."""
+    """CPU time of one warm call by each provider; one setting is in force at a time.
+
+    Calls are measured in turn many times over several seconds, as processors are slower for seconds on end.
+    """
     wait_for_native_calls()
     calls = _host_calls(SMALL) | {f"{name}, 1 × {LONGER.length}": x for name, x in _host_calls(LONGER).items()}
     best: dict[str, dict[str, float]] = {name: {x: float("inf") for x in PROVIDERS} for name in calls}
@@ -120,11 +123,11 @@ def host() -> list[Row]:
         with providers(provider):
             for call in calls.values():
                 until_recorded(call)
-    for _ in range(5):
+    for _ in range(25):
         for provider in PROVIDERS:
             with providers(provider):
                 for name, call in calls.items():
-                    found = host_times({"": call}, per_round=200, rounds=5)[""]
+                    found = host_times({"": call}, per_round=100, rounds=2)[""]
                     best[name][provider] = min(best[name][provider], found)
     return [
         {"call": name, **{f"{x} µs": times[x] for x in PROVIDERS}, **_ratios(times)} for name, times in best.items()
