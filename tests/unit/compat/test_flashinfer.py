@@ -9,7 +9,8 @@ import pytest
 import torch
 from csr_batches import attention_of, attention_on, csr_batch, offsets
 
-from cudnn_sdpa.compat import flashinfer, flashinfer_paged
+from cudnn_sdpa.compat import flashinfer
+from cudnn_sdpa.compat.flashinfer import paged as flashinfer_paged
 from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError, OptionError, ShapeError, UnsupportedError
 
 LENGTHS = [1, 37, 16, 64, 5]

@@ -29,6 +29,20 @@ MISSING = re.compile(
     r"|.*\.(prewarm_paged_kv_stride_variant|resolved_backend|workspace_size)"
     "|memory_efficient_attention_(backward|partial|forward_(meta|requires_grad|torch_wrapper))"
 )
+
+#: FlashInfer's modules and what code imports from them.
+MODULES = {
+    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "decode": (
+        *("BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan"),
+        "single_decode_with_kv_cache",
+    ),
+    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "prefill": (
+        *("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"),
+        *("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
+    ),
+}
 CASES = [(module, name) for module, of in NOTES.items() for name in of["signatures"] if not MISSING.match(name)]
 
 
@@ -52,6 +66,16 @@ def test_parameters_are_those_of_the_original(module, name):
     if name.endswith("._plan_impl"):  # takes one more, of which no caller of the original knows
         own = own.removesuffix(", host_indptr=None")
     assert own == NOTES[module]["signatures"][name]
+
+
+@pytest.mark.parametrize("module", ["flash_attn.flash_attn_interface", *map("flashinfer.{}".format, MODULES)])
+def test_modules_of_the_originals_have_the_same_names(module):
+    """As `from flashinfer.decode import …` is written."""
+    top = importlib.import_module(f"{COMPAT}.{module.partition('.')[0]}")
+    names = MODULES.get(module.removeprefix("flashinfer."), top.__all__)
+    found = importlib.import_module(f"{COMPAT}.{module}")
+    assert [getattr(found, name) for name in names] == [getattr(top, name) for name in names]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", top.__version__)
 
 
 @pytest.mark.parametrize("module", NOTES)

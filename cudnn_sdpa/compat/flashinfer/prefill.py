@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.compat.flashinfer_arguments import (
+from cudnn_sdpa.compat.flashinfer.arguments import (
     PagedCache,
     Result,
     bound_of_queries,
@@ -18,8 +18,18 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     refuse_given,
     softmax_options,
 )
-from cudnn_sdpa.compat.flashinfer_paged import PagedWrapper, PagesPlan
+from cudnn_sdpa.compat.flashinfer.paged import PagedWrapper, PagesPlan
+from cudnn_sdpa.compat.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from cudnn_sdpa.compat.flashinfer.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from cudnn_sdpa.errors import OptionError
+
+__all__ = [
+    "BatchAttention",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):

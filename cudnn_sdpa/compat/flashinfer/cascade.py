@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.merge_states import merge_states as merge_natural
-from cudnn_sdpa.compat.flashinfer_arguments import called
+from cudnn_sdpa.compat.flashinfer.arguments import called
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor
 
 _LN2 = math.log(2)

@@ -19,16 +19,16 @@ Examples:
 
 from typing import TYPE_CHECKING
 
-from cudnn_sdpa.compat.flashinfer_decode import (
+from cudnn_sdpa.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
+from cudnn_sdpa.compat.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from cudnn_sdpa.compat.flashinfer_merges import merge_state, merge_state_in_place, merge_states
-from cudnn_sdpa.compat.flashinfer_pages import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-from cudnn_sdpa.compat.flashinfer_prefill import BatchAttention, BatchPrefillWithPagedKVCacheWrapper
-from cudnn_sdpa.compat.flashinfer_ragged import BatchPrefillWithRaggedKVCacheWrapper
-from cudnn_sdpa.compat.flashinfer_single import (
+from cudnn_sdpa.compat.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from cudnn_sdpa.compat.flashinfer.prefill import BatchAttention, BatchPrefillWithPagedKVCacheWrapper
+from cudnn_sdpa.compat.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from cudnn_sdpa.compat.flashinfer.single import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
@@ -52,6 +52,9 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]
+
+#: The version whose names these are.
+__version__ = "0.7.2"
 
 if not TYPE_CHECKING:  # which would take any name for one of this module
     _CASCADE = ("levels are not planned together", "a wrapper for each level, and merge_state of what they return")

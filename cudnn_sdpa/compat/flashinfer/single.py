@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.arguments import FP8_DTYPES, SoftmaxOptions
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.compat.flashinfer_arguments import (
+from cudnn_sdpa.compat.flashinfer.arguments import (
     HND,
     Result,
     called,

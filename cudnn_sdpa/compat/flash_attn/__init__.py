@@ -25,6 +25,9 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
+#: The version whose functions these are.
+__version__ = "2.8.3"
+
 Output = Tensor | tuple[Tensor, ...]
 
 if not TYPE_CHECKING:  # which would take any name for one of this module

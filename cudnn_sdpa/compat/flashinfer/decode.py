@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.compat.flashinfer_arguments import (
+from cudnn_sdpa.compat.flashinfer.arguments import (
     PagedCache,
     Result,
     check_output_dtype,
@@ -17,9 +17,17 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     refuse_given,
     softmax_options,
 )
-from cudnn_sdpa.compat.flashinfer_paged import PagedWrapper, PagesPlan
+from cudnn_sdpa.compat.flashinfer.paged import PagedWrapper, PagesPlan
+from cudnn_sdpa.compat.flashinfer.single import single_decode_with_kv_cache
 from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_integer
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 #: Options of a decode's `plan` that code for older versions gives by position, in their order.
 _BY_POSITION = [

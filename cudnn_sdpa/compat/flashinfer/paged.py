@@ -11,7 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.paged.tables import page_table_of_csr
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
-from cudnn_sdpa.compat.flashinfer_arguments import (
+from cudnn_sdpa.compat.flashinfer.arguments import (
     NHD,
     PagedCache,
     Result,
@@ -22,7 +22,7 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     softmax_options,
     with_scales,
 )
-from cudnn_sdpa.compat.flashinfer_pages import get_seq_lens, names_of_pages, pages_of
+from cudnn_sdpa.compat.flashinfer.page import get_seq_lens, names_of_pages, pages_of
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_integer

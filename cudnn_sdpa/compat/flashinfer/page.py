@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.paged.append import append_paged_kv
-from cudnn_sdpa.compat.flashinfer_arguments import INDICES, NHD, PagedCache, called, check_layout
+from cudnn_sdpa.compat.flashinfer.arguments import INDICES, NHD, PagedCache, called, check_layout
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_integer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.compat.flashinfer_arguments import (
+from cudnn_sdpa.compat.flashinfer.arguments import (
     HND,
     PagedCache,
     Result,
