@@ -377,9 +377,9 @@ struct Plan {
   // the same function, which `execute` sets again. What has been launched of this call is launched again.
   void launch_recorded(
       const uint64_t* pointers, size_t number, uint64_t memory, const Stream& current, uint64_t zeros = 0) const {
-    recorded->error = recorded->launch(pointers, memory, current.raw, zeros);
-    if (!recorded->error) return;
-    recorded->is_serving = false, recorded->is_watched = true;
+    const auto error = recorded->launch(pointers, memory, current.raw, zeros);
+    if (!error) return;
+    recorded->error = error, recorded->is_serving = false, recorded->is_watched = true;
     const Asking asking;
     watch(python, list_of(pointers, number));
   }

@@ -313,7 +313,7 @@ class Recorded {
   bool is_serving = false;  // the plan is launched as recorded
   uint64_t calls_before = 0;  // launches until Python looks
   bool takes_zeros = false;  // it has been proved with zeros, too
-  driver::Result error = 0;  // of such a launch, which has been its last
+  driver::Result error = 0;  // of such a launch, after which there are no more
 
   using Words = std::vector<uint64_t>;
   using Moving = std::vector<std::pair<size_t, uint64_t>>;  // a slot, and what its address is a multiple of
@@ -552,9 +552,9 @@ class Recorded {
     }
   }
 
-  static uint64_t word_at(const std::vector<uint8_t>& bytes, size_t place) {
+  static uint64_t word_at(const std::vector<uint8_t>& bytes, size_t place, size_t size = 8) {
     uint64_t word = 0;
-    std::memcpy(&word, bytes.data() + place, sizeof word);
+    std::memcpy(&word, bytes.data() + place, size);
     return word;
   }
 
@@ -621,6 +621,15 @@ class Recorded {
       throw refusal(
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
+    }
+    for (size_t place = 0; place + 4 <= size; place += 4) {
+      if (std::find(kinds.begin() + place, kinds.begin() + place + 4, kAddress) != kinds.begin() + place + 4) continue;
+      const uint64_t word = word_at(node.arguments[argument], place, 4);
+      for (const auto& moved : moving) {
+        bool is_half = word != 0;  // of memory that is not anywhere, the upper half of all its addresses
+        for (size_t launch = 0; is_half && launch < count; ++launch) is_half = sets[launch][moved.first] >> 32 == word;
+        if (is_half) throw refusal("a number may be half of an address: " + node.name);
+      }
     }
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);

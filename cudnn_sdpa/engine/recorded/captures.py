@@ -27,7 +27,7 @@ _COARSE = 256
 
 #: Bytes that half an address tells apart, and how many of them may be a GPU's on all machines; not the first, as tensor
 #: maps of packed sequences begin 2 TiB ahead of their tensor.
-_HALF, _FIRST_HALVES, _MOST_HALVES = 1 << 32, 1 << 10, 1 << 14
+_HALF, _FIRST_HALVES, _MOST_HALVES = 1 << 32, 1 << 10, 1 << 15
 
 #: The sets of addresses that are launched, two at a time, and the noise on the stack of each. The first set finds what
 #: host code leaves unwritten of an argument: noises 1 and 2 are complements, in an order in which nothing comes that

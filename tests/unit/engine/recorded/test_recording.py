@@ -119,12 +119,14 @@ class Engine:
         a, b, scale, out = (ctypes.c_uint64 * 4).from_address(address)
         self.launch(_Handle.all[handle].stream, a, b, ctypes.c_float.from_address(scale).value, out, workspace)
 
-    def kernel_of_products(self, a, b, out):
+    def kernel_of_products(self, a, b, out, workspace):
         """It, and what more arguments it gets."""
         noted = {
             "a counter": self.calls,
             "half an address": a & 0xFFFF0000,
             "upper half": out >> 32,
+            "upper half of the workspace": workspace >> 32,
+            "a high bit": out >> 46 & 1,
             "host memory": self.host_scalar,
             "foreign memory": self.foreign.data_ptr() + 64,
         }
@@ -132,13 +134,16 @@ class Engine:
             return self.noted, [word(noted[found.pop()])]
         if "swapped halves" in self.faults:
             return self.halves, [struct.pack("<4I", a >> 32, a % 2**32, b >> 32, b % 2**32)]
+        if "halves of the workspace" in self.faults:
+            upper, lower = workspace >> 32, workspace % 2**32
+            return self.halves, [struct.pack("<4I", upper, lower, upper, 0)]
         is_aligned = {"by alignment": not (a | b | out) % 256, "by alignment to 32": not a % 32}
         return self.other if any(is_aligned[fault] for fault in self.faults & set(is_aligned)) else self.products, []
 
     def kernels(self, a, b, out, workspace):
         """Both kernels, and arguments of theirs."""
         if "apart" not in self.faults:
-            products, more = self.kernel_of_products(a, b, out)
+            products, more = self.kernel_of_products(a, b, out, workspace)
             return products, self.finish, more, []
         counter = [word(workspace + APART)]
         products = self.products_beside if "beside" in self.faults else self.products_apart
@@ -349,6 +354,9 @@ DISQUALIFIED = {
     "host memory": "byte 0 of argument 5 moves with no operand: products_noted",
     "upper half": "byte 0 of argument 5 moves with no operand: products_noted",
     "swapped halves": "byte 0 of argument 5 moves with no operand: products_of_halves",
+    "a high bit": "byte 0 of argument 5 moves with no operand: products_noted",
+    "upper half of the workspace": "a number may be half of an address: products_noted",
+    "halves of the workspace": "a number may be half of an address: products_of_halves",
     "foreign memory": "it uses memory that is no operand's: products_noted",
     "foreign memory, unaligned": "it uses memory that is no operand's: finish",
     "hidden arguments": "a kernel's arguments: CUDA reports error 400",
