@@ -60,15 +60,15 @@ def host() -> list[Row]:
     pytorch_i = peers.pytorch(q_i, k_i, v_i, is_causal=False)
     rounds = []
     for _ in range(5):  # PyTorch's backends have rounds of their own, because sdpa_kernel() is not part of a call
-        times = host_times({**ours, **others}, rounds=3)
+        times = host_times({**ours, **others}, rounds=15)
         with in_python():
-            times |= {f"{name}, Python": time for name, time in host_times(ours, rounds=2).items()}
+            times |= {f"{name}, Python": time for name, time in host_times(ours, rounds=6).items()}
         for name in peers.PYTORCH_BACKENDS:
             with peers.only(name):
-                times |= host_times({name: pytorch}, rounds=3)
+                times |= host_times({name: pytorch}, rounds=15)
         with torch.inference_mode(), peers.only("pytorch flash"):
             inference: dict[str, Call] = {"sdpa": lambda: sdpa(q_i, k_i, v_i), "pytorch flash": pytorch_i}
-            times |= {f"{name}, inference mode": time for name, time in host_times(inference, rounds=3).items()}
+            times |= {f"{name}, inference mode": time for name, time in host_times(inference, rounds=15).items()}
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
     for name in ("two shapes in turn, mean of a call", "two shapes in turn, mean of a call, Python"):
@@ -156,10 +156,10 @@ def recorded() -> list[Row]:
                     call()
 
             as_recorded, as_before = [], []
-            for _ in range(4):
-                as_recorded.append(host_times({name: call}, per_round=300, rounds=3)[name])
+            for _ in range(12):
+                as_recorded.append(host_times({name: call}, per_round=100, rounds=3)[name])
                 with by_provider():
-                    as_before.append(host_times({name: call}, per_round=300, rounds=3)[name])
+                    as_before.append(host_times({name: call}, per_round=100, rounds=3)[name])
             on_gpu = device_times({"recorded": call, "cuDNN": of_cudnn})
             rows.append(
                 {

@@ -25,8 +25,11 @@ _CYCLES_PER_SECOND = 2e9  #: about the highest clock of a GPU
 _CACHE_BYTES = 256 << 20  #: more than the cache of any GPU
 
 
-def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int = 15) -> dict[str, float]:
-    """Microseconds of CPU time of one call of each candidate; their rounds alternate, in another order each time."""
+def host_times(calls: Mapping[str, Call], *, per_round: int = 200, rounds: int = 75) -> dict[str, float]:
+    """Microseconds of CPU time of one call of each candidate; their rounds alternate, in another order each time.
+
+    Rounds are short and many, as processors and their neighbours are slow for a while, and then are not.
+    """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         _repeat(call, 50)

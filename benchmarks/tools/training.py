@@ -37,7 +37,7 @@ SHAPE = Shape(batch=1, heads_q=8, heads_kv=8, length=128, dim=64, causal=False)
 ROWS = (512, 1024)
 
 #: A round fits in the GPU's queue of launches, although a backward pass takes the GPU longer than the host.
-CALLS_PER_ROUND = 200
+CALLS_PER_ROUND = 50
 
 
 class Empty(torch.autograd.Function):
@@ -134,13 +134,13 @@ def training() -> list[Row]:
     pytorch = step(pytorch_attention)
     rounds = []
     for _ in range(5):  # PyTorch's backends have rounds of their own, because sdpa_kernel() is not part of a call
-        times = host_times({**ours, **parts, **_eager()}, per_round=CALLS_PER_ROUND, rounds=5)
+        times = host_times({**ours, **parts, **_eager()}, per_round=CALLS_PER_ROUND, rounds=20)
         with in_python():
-            python = host_times(ours, per_round=CALLS_PER_ROUND, rounds=3)
+            python = host_times(ours, per_round=CALLS_PER_ROUND, rounds=8)
         times |= {f"{name}, Python": time for name, time in python.items()}
         for name in peers.PYTORCH_BACKENDS:
             with peers.only(name):
-                times |= host_times({name: pytorch}, per_round=CALLS_PER_ROUND, rounds=5)
+                times |= host_times({name: pytorch}, per_round=CALLS_PER_ROUND, rounds=20)
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
     order = [*ours, *peers.PYTORCH_BACKENDS, *_eager(), *parts]
