@@ -24,7 +24,7 @@ import torch
 from float64_reference import attend
 from torch import Tensor, nn
 
-from cudnn_sdpa.integrations.sglang import Engine, backend_class
+from cudnn_sdpa.integrations.sglang_backend import Engine, backend_class
 
 _SPEC = importlib.util.find_spec("sglang")
 #: The folder of the package, which nothing here imports; None where it is missing.

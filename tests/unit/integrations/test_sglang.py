@@ -18,7 +18,9 @@ from sglang_steps import MISSING, SGLANG, Graph, Server, compiled, definition, s
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.integrations import sglang as integration
-from cudnn_sdpa.integrations.sglang import NAME, VERSION, PagedAttention, backend_class, register
+from cudnn_sdpa.integrations import sglang_backend
+from cudnn_sdpa.integrations.sglang import NAME, VERSION, register
+from cudnn_sdpa.integrations.sglang_backend import PagedAttention, backend_class
 
 needs_sglang = pytest.mark.skipif(SGLANG is None, reason=MISSING)
 
@@ -251,9 +253,40 @@ def test_methods_have_the_signatures_of_sglangs():
 
 
 @needs_sglang
+@pytest.mark.parametrize(("drafts", "topk"), [(None, None), (4, 1)])
+def test_the_backend_is_made_as_sglang_makes_it(drafts, topk, monkeypatch):
+    """Of SGLang's classes and settings, by the names of their modules."""
+    of, server = sglang(), Server(draft=drafts or 0)
+    parallel = SimpleNamespace(dcp_size=1, attn_cp_size=1)
+    modules = {
+        "runtime_context": {
+            "get_parallel": lambda: parallel,
+            "get_spec": lambda: SimpleNamespace(speculative_eagle_topk=topk),
+            "max_speculative_num_draft_tokens": lambda: drafts,
+        },
+        "mem_cache.memory_pool": {"KVWriteLoc": of.KVWriteLoc, "MHATokenToKVPool": server.engine.pool},
+        "layers.attention.verify_mask": {"VerifyMask": of.VerifyMask},
+        "speculative.eagle_utils": {"TreeMaskMode": of.TreeMaskMode},
+        "layers.attention.base_attn_backend": {"AttentionBackend": of.AttentionBackend},
+    }
+    for name, values in modules.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    made = integration._create(server.runner)
+    assert isinstance(made, of.AttentionBackend)
+    server.backend = made
+    server.step("EXTEND", {0: 5, 1: 9})
+    server.step("TARGET_VERIFY" if drafts else "DECODE", dict.fromkeys((0, 1), drafts or 1))
+    parallel.dcp_size = 2
+    with pytest.raises(UnsupportedError, match="spread over 2 ranks"):
+        integration._create(server.runner)
+
+
+@needs_sglang
 def test_the_model_runner_and_its_settings_have_what_is_read():
     runner = ast.unparse(definition("srt/model_executor/model_runner.py", "ModelRunner"))
-    used = set(re.findall(r"\brunner\.(\w+)", inspect.getsource(integration)))
+    used = set(re.findall(r"\brunner\.(\w+)", inspect.getsource(sglang_backend)))
     assert {"page_size", "token_to_kv_pool"} < used
     assert {name for name in used if f"self.{name} = " not in runner} <= {"req_to_token_pool", "token_to_kv_pool"}
     pools = (SGLANG / "srt/mem_cache/kv_cache_configurator.py").read_text() + runner
@@ -352,7 +385,8 @@ try:
 except Exception as error:
     print("no", repr(error))
 else:
-    from cudnn_sdpa.integrations.sglang import NAME, backend_class, register
+    from cudnn_sdpa.integrations.sglang import NAME, register
+    from cudnn_sdpa.integrations.sglang_backend import backend_class
     register()
     print(registry.ATTENTION_BACKENDS[NAME].__module__, issubclass(backend_class(base), base))
 """
