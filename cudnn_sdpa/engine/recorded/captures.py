@@ -69,13 +69,15 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         """Records launches. The first operands are anywhere, the others and the workspace in `memory`."""
         moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
         moving |= {count: _COARSE} if plan.workspace else {}
-        coarse = dict.fromkeys(moving, _COARSE)
+        coarse, halves = dict.fromkeys(moving, _COARSE), dict[int, int]()
         sets = [[0] * (1 + count) for _ in range(_SETS)]
         for number, words in enumerate(sets):
             for index, each in (moving if number % 2 else coarse).items():
                 words[index] = address(each, odd=bool(number % 2))
-                if index < anywhere:
-                    words[index] = words[index] % _HALF + _HALF * draw.randrange(_FIRST_HALVES, _MOST_HALVES)
+                if index < anywhere:  # every other one is the complement: all bits differ
+                    drawn = draw.randrange(_FIRST_HALVES, _MOST_HALVES - _FIRST_HALVES)
+                    halves[index] = _MOST_HALVES - 1 - halves[index] if number % 2 else drawn
+                    words[index] = words[index] % _HALF + _HALF * halves[index]
             for at, index in enumerate(scalars):
                 words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
         execute, given = plan.execution(native, handle, stream)

@@ -352,7 +352,7 @@ DISQUALIFIED = {
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
     "host memory": "byte 0 of argument 5 moves with no operand: products_noted",
-    "upper half": "byte 0 of argument 5 moves with no operand: products_noted",
+    "upper half": "a number may be half of an address: products_noted",
     "swapped halves": "byte 0 of argument 5 moves with no operand: products_of_halves",
     "a high bit": "byte 0 of argument 5 moves with no operand: products_noted",
     "upper half of the workspace": "a number may be half of an address: products_noted",
@@ -365,6 +365,7 @@ DISQUALIFIED = {
 }
 
 
+@pytest.mark.sample(len(DISQUALIFIED))
 @pytest.mark.parametrize("fault", DISQUALIFIED)
 def test_what_disqualifies_a_plan(module, device, fault):
     call = Call(module, device, fault)
