@@ -622,15 +622,6 @@ class Recorded {
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
     }
-    for (size_t place = 0; place + 4 <= size; place += 4) {
-      if (std::find(kinds.begin() + place, kinds.begin() + place + 4, kAddress) != kinds.begin() + place + 4) continue;
-      const uint64_t word = word_at(node.arguments[argument], place, 4);
-      for (const auto& moved : moving) {
-        bool is_half = word != 0;  // of memory that is not anywhere, the upper half of all its addresses
-        for (size_t launch = 0; is_half && launch < count; ++launch) is_half = sets[launch][moved.first] >> 32 == word;
-        if (is_half) throw refusal("a number may be half of an address: " + node.name);
-      }
-    }
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);
       const auto begin = kinds.begin() + place, end = begin + 8;
@@ -640,6 +631,15 @@ class Recorded {
       int type = 0;
       if (!cuda.cuPointerGetAttribute(&type, driver::memory_type, word)) {
         throw refusal("it uses memory that is no operand's: " + node.name);
+      }
+    }
+    for (size_t place = 0; place + 4 <= size; place += 4) {
+      if (std::find(kinds.begin() + place, kinds.begin() + place + 4, kAddress) != kinds.begin() + place + 4) continue;
+      const uint64_t word = word_at(node.arguments[argument], place, 4);
+      for (const auto& moved : moving) {
+        bool is_half = word != 0;  // of memory that is not anywhere, the upper half of all its addresses
+        for (size_t launch = 0; is_half && launch < count; ++launch) is_half = sets[launch][moved.first] >> 32 == word;
+        if (is_half) throw refusal("a number may be half of an address: " + node.name);
       }
     }
   }
