@@ -84,7 +84,7 @@ def test_every_operation_is_covered():
 @pytest.mark.parametrize(("name", "first"), CHUNKS)
 def test_calls_are_right_or_declined(name, first):
     """Refusals have reasons; nearly all of those of dense and packed attention are rules of this library."""
-    faults, unexplained, by_provider, ran = [], [], [], 0
+    faults, unexplained, by_cudnn, ran = [], [], [], 0
     for seed in range(first, first + SIZE):
         outcome = generators.attempt(name, seed, "cuda")
         line = generators.line(name, seed, "cuda")
@@ -97,10 +97,10 @@ def test_calls_are_right_or_declined(name, first):
         if outcome.kind == "declined" and name in ("sdpa", "sdpa_varlen") and outcome.by != "refused":
             planned = outcome.by.startswith(("sdpa_forward", "sdpa_backward"))
             if not any(map(broken, outcome.reasons)):
-                (by_provider if planned else unexplained).append(f"{line}  # declined: {reasons}")
+                (by_cudnn if planned else unexplained).append(f"{line}  # declined: {reasons}")
     assert not faults, "\n".join([f"{len(faults)} faults", *faults])
     assert not unexplained, "\n".join(unexplained)
-    assert len(by_provider) <= 1, "\n".join(by_provider)
+    assert len(by_cudnn) <= 1, "\n".join(by_cudnn)
     assert ran >= COUNTS[name][1] or VARIABLE in os.environ  # those that are named may have no kernels for pages
 
 

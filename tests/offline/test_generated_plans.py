@@ -92,8 +92,8 @@ def check(name: str, seeds: range, properties: dict[str, Any], ask: Any) -> Coun
                     ask(key, properties)
                 counts[f"planned {way}"] += 1
         except UnsupportedError as error:
-            by_provider = error.what.startswith(("sdpa_forward", "sdpa_backward"))
-            counts["declined by cuDNN" if by_provider else "declined"] += 1
+            by_cudnn = error.what.startswith(("sdpa_forward", "sdpa_backward"))
+            counts["declined by cuDNN" if by_cudnn else "declined"] += 1
             counts["without a reason"] += not all(reason.strip() for reason in error.reasons or [""])
         except CudnnSdpaError as error:
             raise AssertionError(line) from error

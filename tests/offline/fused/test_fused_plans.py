@@ -24,11 +24,11 @@ from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, 
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 
-pytestmark = pytest.mark.usefixtures("can_plan", "by_provider")
+pytestmark = pytest.mark.usefixtures("can_plan", "by_cudnn")
 
 
 @pytest.fixture
-def by_provider():
+def by_cudnn():
     with providers("cudnn"):
         yield
 

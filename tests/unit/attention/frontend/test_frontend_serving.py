@@ -174,9 +174,9 @@ def test_only_the_option_decides_about_deterministic_results(is_in_force):
     torch.use_deterministic_algorithms(is_in_force)
     try:
         with providers("frontend", "cudnn"):
-            for deterministic, by_provider in [(False, False), (True, True), (None, is_in_force)]:
+            for deterministic, by_cudnn in [(False, False), (True, True), (None, is_in_force)]:
                 found = explain(sdpa, *tensors(), deterministic=deterministic)
-                assert found.provider == ("cudnn" if by_provider else "frontend")
+                assert found.provider == ("cudnn" if by_cudnn else "frontend")
     finally:
         torch.use_deterministic_algorithms(before)
 
