@@ -16,22 +16,22 @@ from types import ModuleType
 VARIABLE = "CUDNN_SDPA_TRANSFORMERS"
 _MODELS = "transformers.modeling_utils"
 #: Checks the name of the attention before it imports models; is imported when PyTorch is.
-_SERVER = "transformers.cli.serving.model_manager"
+SERVER = "transformers.cli.serving.model_manager"
 
 
 def autoload() -> None:
     """Has `register()` called when transformers' models are imported, if `CUDNN_SDPA_TRANSFORMERS` is 1."""
     if os.environ.get(VARIABLE, "") not in ("", "0"):
-        watch(_MODELS, _register_or_warn, or_when=_SERVER)
+        watch(_MODELS, _register_or_warn, or_when=SERVER)
 
 
 def watch(name: str, act: Callable[[], bool], *, or_when: str = "") -> None:
-    """Has a function called as soon as a module is imported; two installations of the package ask for that twice.
+    """Has a function called once a module has been imported; another call for the same module changes nothing.
 
     Args:
         name: The module.
-        act: The function; False if it is to be called again at a later import.
-        or_when: Another module that will do.
+        act: The function. It returns False to be called again, at the next import.
+        or_when: Another module, whose import will do.
     """
     if not any(isinstance(finder, _Watch) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watch(name, act, or_when))

@@ -114,7 +114,7 @@ def large() -> list[Row]:
 def host() -> list[Row]:
     """CPU time of one warm call by each provider; one setting is in force at a time.
 
-    Calls are measured in turn many times over several seconds, as processors are slower for seconds on end.
+    Calls take turns, many times over several seconds, as a processor may be slower for seconds.
     """
     wait_for_native_calls()
     calls = _host_calls(SMALL) | {f"{name}, 1 × {LONGER.length}": x for name, x in _host_calls(LONGER).items()}

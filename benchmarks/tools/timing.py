@@ -28,7 +28,7 @@ _CACHE_BYTES = 256 << 20  #: more than the cache of any GPU
 def host_times(calls: Mapping[str, Call], *, per_round: int = 200, rounds: int = 75) -> dict[str, float]:
     """Microseconds of CPU time of one call of each candidate; their rounds alternate, in another order each time.
 
-    Rounds are short and many, as processors and their neighbours are slow for a while, and then are not.
+    Rounds are short and many: a processor's clock changes, and other work shares it.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():

@@ -223,9 +223,11 @@ def _by_offsets(call: _Call, others: dict[str, Any], options: Options) -> Tensor
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
     rows = [x.transpose(1, 2)[0] for x in call.qkv]
-    offsets = others["cu_seq_lens_q"].int(), others["cu_seq_lens_k"].int()
+    ends_q, ends_k = others["cu_seq_lens_q"], others["cu_seq_lens_k"]
     if options["dropout_p"]:  # transformers' collators make two tensors
-        offsets = offsets[0], same_offsets.of_keys(*offsets)
+        ends_k = same_offsets.of_keys(ends_q, ends_k)
+    of_queries = ends_q.int()
+    offsets = of_queries, of_queries if ends_k is ends_q else ends_k.int()
     lengths = int(others["max_length_q"]), int(others["max_length_k"])
     window = _window(call, others)
     return _on_packed(rows, offsets, lengths, options=options, is_causal=call.is_causal, window_size=window)[None]

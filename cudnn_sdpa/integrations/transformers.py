@@ -24,7 +24,6 @@ NAME = "cudnn_sdpa"
 
 #: Parameters of transformers' mask functions that this library's mask function needs.
 _NEEDED = frozenset({"q_length", "q_offset", "kv_offset", "allow_is_causal_skip", "local_size", "use_vmap", "device"})
-_SERVER = "transformers.cli.serving.model_manager"
 _HINT = "Try: pip install 'transformers>=5.17'"
 
 
@@ -173,15 +172,15 @@ def _order_inputs(kind: Any) -> None:
 
 def _allow_in_server() -> None:
     """Patches `transformers serve`, whose `--attn-implementation` takes a fixed set of names, once it is imported."""
-    if not _patch_server():
-        cudnn_sdpa_autoload.watch(_SERVER, _patch_server)
+    if cudnn_sdpa_autoload.is_imported(cudnn_sdpa_autoload.SERVER):
+        _patch_server()
+    else:
+        cudnn_sdpa_autoload.watch(cudnn_sdpa_autoload.SERVER, _patch_server)
 
 
 def _patch_server() -> bool:
-    manager = getattr(sys.modules.get(_SERVER), "ModelManager", None)
+    manager: Any = getattr(sys.modules[cudnn_sdpa_autoload.SERVER], "ModelManager", None)
     original = getattr(manager, "_validate_args", None)
-    if manager is None:  # not imported, or about to be
-        return False
     if original is None or original.__module__ == __name__:
         return True
 

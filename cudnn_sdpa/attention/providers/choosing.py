@@ -101,7 +101,8 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
     by_it = (OWN,) if key.provider == OWN != _usual(spec) else _OF_CUDNN
     before = [*itertools.takewhile(lambda name: name not in by_it, names)]
     before += [FLASH4] * (row is not None and prefers and FLASH4 not in before)
-    reasons = {name: _against(name, spec, target) for name in before if name in _DO_NOT}
+    before = [CUDNN if name in _OF_CUDNN else name for name in before]
+    reasons = {name: _against(name, spec, target) for name in before}
     if any(reasons.values()):
         refused = (f"{_WORDS[x]} {_DO_NOT[x]} serve it, as {'; '.join(y)}" for x, y in reasons.items() if y)
         return f"{served}: {', and '.join(refused)}"

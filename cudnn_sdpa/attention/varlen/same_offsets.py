@@ -8,22 +8,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def of_keys(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> Tensor:
     """The offsets of keys; the tensor of the queries if its numbers are the same.
 
-    Dropout needs sequences that are known to have as many queries as keys: cuDNN has none with a bottom-right diagonal.
-    The numbers are read, which waits for the GPU, once for all layers of a step. In compiled code and captures they
-    cannot be.
+    cuDNN has dropout with a bottom-right diagonal only where sequences are known to have as many queries as keys. This
+    reads the numbers, which waits for the GPU, once for all layers of a step; in compiled code and captures, and where
+    a mode intercepts operators, it reads none.
 
     Args:
-        cu_seqlens_q: Where the sequences of queries begin, (B + 1,) int32.
-        cu_seqlens_kv: The same of keys.
+        cu_seqlens_q: Offsets of the sequences of queries, (B + 1,) integers.
+        cu_seqlens_kv: Those of keys.
+
+    Returns:
+        One of both tensors.
     """
     q, kv = cu_seqlens_q, cu_seqlens_kv
-    if q is kv or is_compiling() or any(type(x) is not Tensor for x in (q, kv)):
+    if q is kv or is_compiling() or not is_plain_memory(q, kv):
         return kv
     if q.shape != kv.shape or q.device != kv.device or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return kv

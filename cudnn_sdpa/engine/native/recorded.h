@@ -328,8 +328,8 @@ class Recorded {
   // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
   // workspace, which has `workspace` bytes. `noise` is that of the stack in each launch: a set that is launched with a
   // pair of complements shows what is unwritten. Slots that `moving` names move in them; `scalars` are operands in host
-  // memory. `handle` is bound to `stream`, or is the stream. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
-  // streams is captured.
+  // memory. `handle` is bound to `stream`, or is the stream. The GIL is held all along, unless `execute` releases it: CUDA
+  // refuses to synchronize a GPU while one of its streams is captured.
   void record(
       uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets,
       const std::vector<uint64_t>& noise, Moving moving, const std::vector<size_t>& scalars, uint64_t workspace) {
@@ -372,11 +372,11 @@ class Recorded {
       }
     }
     if (!moving.empty() && moving.back().first == sets[0].size() - 1) moving.pop_back();  // the workspace is the plan's
+    count_ = sets[0].size() - 1;
+    find_ahead(nodes);
     nodes_ = std::move(nodes), moving_ = std::move(moving);
     for (auto& node : nodes_) node.point();
-    count_ = sets[0].size() - 1;
     find_counters(workspace);
-    find_ahead();
     scalars_.clear();
     for (const size_t place : scalars) scalars_.emplace_back(place, bits_at(sets[0][place]));
   }
@@ -478,9 +478,9 @@ class Recorded {
   }
 
   // Finds the addresses ahead of their operand: below zero host code masks them in its own way.
-  void find_ahead() {
+  void find_ahead(const std::vector<LaunchNode>& nodes) {
     ahead_.clear();
-    for (const auto& node : nodes_) {
+    for (const auto& node : nodes) {
       for (const auto& patch : node.patches) {
         if (patch.offset >= 0) continue;
         if (patch.slot == count_) throw refusal("an address is ahead of the workspace: " + node.name);
@@ -633,11 +633,12 @@ class Recorded {
         throw refusal("it uses memory that is no operand's: " + node.name);
       }
     }
+    // Memory that is not anywhere has one upper half in all captures, so a word that equals it may be half of an address.
     for (size_t place = 0; place + 4 <= size; place += 4) {
       if (std::find(kinds.begin() + place, kinds.begin() + place + 4, kAddress) != kinds.begin() + place + 4) continue;
       const uint64_t word = word_at(node.arguments[argument], place, 4);
       for (const auto& moved : moving) {
-        bool is_half = word != 0;  // of memory that is not anywhere, the upper half of all its addresses
+        bool is_half = word != 0;
         for (size_t launch = 0; is_half && launch < count; ++launch) is_half = sets[launch][moved.first] >> 32 == word;
         if (is_half) throw refusal("a number may be half of an address: " + node.name);
       }

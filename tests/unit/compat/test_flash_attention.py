@@ -179,9 +179,12 @@ def test_dropout():
 def test_dropout_of_packed_sequences_with_two_tensors_of_offsets():
     """With a bottom-right diagonal, as many queries as keys are needed, which the numbers say, and no object."""
     x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
+    found = []
     for other in (offsets, offsets.clone()):
-        out = fa2.flash_attn_varlen_func(x, x, torch.ones_like(x), offsets, other, 7, 7, 0.25, causal=True)
-        assert not torch.equal(out, torch.ones_like(out))
+        torch.manual_seed(3)
+        found.append(fa2.flash_attn_varlen_func(x, x, x, offsets, other, 7, 7, 0.25, causal=True))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], fa2.flash_attn_varlen_func(x, x, x, offsets, offsets, 7, 7, causal=True))
     with pytest.raises(UnsupportedError, match="dropout"):
         fa2.flash_attn_varlen_func(
             x, x, x, offsets, torch.tensor([0, 6, 12], dtype=torch.int32), 7, 7, 0.25, causal=True
@@ -295,9 +298,13 @@ def test_rotary_embeddings(fa, interleaved, causal):
         fa.flash_attn_with_kvcache(q, *cached.cache, **rotary, **cached.given, cache_seqlens=cached.lengths)
     with pytest.raises(OptionError, match="rotary_sin"):
         fa.flash_attn_with_kvcache(q, *cached.cache, **tokens, rotary_cos=angles, cache_seqlens=3, **cached.given)
-    for name, wrong in (("rotary_cos", angles[:15]), ("rotary_sin", angles[:15]), ("rotary_cos", angles[None])):
+    wrong = [("rotary_cos", angles[:15]), ("rotary_sin", angles[:15]), ("rotary_cos", angles[None])]
+    if fa is fa3:
+        begins = torch.tensor([0, 3, 30], dtype=torch.int32)  # of 32 positions, for three tokens
+        wrong += [("rotary_seqlens", begins), ("rotary_seqlens", begins[:2]), ("rotary_seqlens", begins[None])]
+    for name, value in wrong:
         with pytest.raises(ShapeError, match=name):
-            fa.flash_attn_with_kvcache(q, *cached.cache, **(given | {name: wrong}))
+            fa.flash_attn_with_kvcache(q, *cached.cache, **(given | {name: value}))
 
 
 @BOTH

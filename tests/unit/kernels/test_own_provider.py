@@ -332,6 +332,8 @@ def test_explain_shows_the_provider(dtype, names):
         assert report.choice.startswith("own kernels: cuDNN's engines do not serve it, as cuDNN's attention takes")
     else:
         assert report.choice == f"{taken}, by providers({', '.join(map(repr, names))})"
+    with providers("default", "own"):
+        assert ("cuDNN's attention takes" in explain(sdpa, q, k, v).choice) is (dtype == torch.float32)
     with providers(*names):
         report = explain(sdpa, q, k, v, window_size=(3, 0))
     if dtype == torch.float32:
