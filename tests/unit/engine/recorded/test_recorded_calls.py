@@ -317,6 +317,52 @@ def test_a_forked_child_does_not_wait_for_calls_of_its_parents_threads(monkeypat
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_success_of_another_thread_hides_no_error(monkeypatch):
+    """One thread's launch fails while the other's, which found the plan serving, is still to come."""
+    call, is_armed, may_fail, may_end = OPERATIONS["sdpa"], [False], threading.Event(), threading.Event()
+    this, execute, failed = threading.current_thread(), Kernel.launch, threading.Event()
+
+    def allocates(shape, stride, dtype):  # of the workspace: after the plan was found to serve
+        made = poisoned(shape, stride, dtype)
+        if is_armed[0] and dtype is torch.uint8 and threading.current_thread() is this:
+            is_armed[0] = False
+            library().fail_with(1)
+            may_fail.set()
+            assert failed.wait(20)
+        return made
+
+    def launch(self, *arguments, **options):
+        if threading.current_thread() is not this and may_fail.is_set():
+            library().fail_with(0)
+            failed.set()
+            assert may_end.wait(20)
+        execute(self, *arguments, **options)
+
+    with recorded_plans(call.compute, workspace=SCRATCH_BYTES + 1, allocate=allocates), torch.no_grad():
+        tensors = call.tensors()
+        settle(lambda: call(tensors))
+        (found,) = recorders()
+        monkeypatch.setattr(Kernel, "launch", launch)
+
+        def fails():
+            library().make_context_current()
+            assert may_fail.wait(20)
+            with torch.no_grad():
+                call(tensors)
+
+        other = threading.Thread(target=fails)
+        other.start()
+        is_armed[0] = True
+        call(tensors)
+        may_end.set()
+        other.join()
+        assert failed.is_set()
+        call(tensors)
+        wait()
+        assert str(found) == "by cuDNN, because CUDA reports error 1 for its recorded launch"
+        assert not found.native.is_watched
+
+
 def test_a_forked_child_records_although_its_parent_did_meanwhile(monkeypatch):
     """What the parent's thread had begun never ends there; plans that the child builds are recorded by its own."""
     begun, may_end = threading.Event(), threading.Event()
